@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor
 
 from ep_moe.context import TUNED_ROWS
-from ep_moe.errors import ConfigError
+from ep_moe.errors import ConfigError, InputError
 from ep_moe.execution import memory_plan
 from ep_moe.execution.routing_replay import Replay, RoutingBuffer, RoutingTap
 from ep_moe.layer_parts import LayerParts
@@ -38,6 +38,13 @@ class LayerTools(LayerParts):
         def _kernel(self) -> Kernel: ...
         def _dispatcher(self) -> Dispatcher: ...
         def _shape_of(self, entry: TableEntry, *, repeats: bool = False) -> DispatchShape: ...
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuse `torch.jit.script`, which calls this for the modules of a model."""
+        raise InputError(
+            f"{self.name}: torch.jit.script cannot compile a MoELayer, which runs Python between its kernels; call "
+            "torch.compile(model), or torch.export with a model on EPContext.local()"
+        )
 
     def tune(self, rows: Sequence[int] = TUNED_ROWS, *, cache: str | Path | None = None) -> list[int]:
         """Find the fastest variant of the expert kernel for each number of received rows.

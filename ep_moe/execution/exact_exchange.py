@@ -24,6 +24,7 @@ from ep_moe.context import EPContext
 from ep_moe.execution.exchange import Exchange
 from ep_moe.experts.base import Experts
 from ep_moe.runtime.batch_invariant import repeat_rows, sum_columns, sum_routes
+from ep_moe.runtime.batched_gradients import refuse_batch
 from ep_moe.runtime.triton_compat import Missing, triton
 from ep_moe.types import PhysicalIds, PhysicalRouting
 
@@ -111,6 +112,7 @@ class _FanOut(Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        refuse_batch(*grads)
         total = torch.zeros_like(grads[0], dtype=torch.float32)
         for grad in grads:
             total += grad
@@ -126,6 +128,7 @@ class _Repeated(Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        refuse_batch(grad)
         return _in_order(grad, ctx.top_k), None
 
 

@@ -95,12 +95,14 @@ class BackwardComparison:
         step, self._last = call - self._last, call
         self.compare_in_backward("lockstep", step)
 
-    def on_sum(self) -> None:
+    def on_sum(self, batch: Tensor | None = None) -> None:
         """Compare the ranks that are about to sum gradients of the same experts.
 
         EP groups exchange nothing in forward, so they can run backward of layers in different orders. The sum would
         then add gradients of different layers. CPUs meet before each sum. GPUs would wait for that. They compare the
         layer's first sum on the host, through the store. In some later sums they compare the order of all sums so far.
+
+        batch: a gradient of this rank that is a batch of several; the sum will refuse it
 
         Raises:
             InputError: on all ranks, if one is in the backward of another layer, or was since the last comparison.
@@ -111,7 +113,8 @@ class BackwardComparison:
         rank_group = layer.context.rank_groups["expert_data"]
         with rank_group.flight_recorder.step(_IN_BACKWARD, counted=False):
             if meets_before_sums(layer.context.device):
-                rank_group.meet_in_backward(layer.name, 0, torch.empty(0, device=layer.context.device))
+                empty = torch.empty(0, device=layer.context.device)
+                rank_group.meet_in_backward(layer.name, 0, empty if batch is None else batch)
             elif not self._backwards["expert_data"]:
                 rank_group.meet_on_host(f"the backward of {layer.name}")
         rank_group.sum_order.add(layer.name)

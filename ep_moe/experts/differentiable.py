@@ -12,8 +12,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ep_moe.errors import InputError
-from ep_moe.parallel.collectives import batch_problem
 from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.runtime.batched_gradients import refuse_batch
 from ep_moe.types import LocalIds, PeerRows, Received
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.main_grads import CallGradients, GradientOut, Stored
@@ -176,8 +176,7 @@ class SavedForBackward:
         Returns whether the gradient of each of `stored` is wanted, and whether to call
         `gradient_sum.contribute_zeros()`.
         """
-        if (problem := batch_problem(grad)) is not None:
-            raise InputError(problem)
+        refuse_batch(grad)
         of_stored = needs_input_grad[len(needs_input_grad) - len(self._names) :]
         wanted = dict(zip(self._names, of_stored, strict=True))
         return wanted, begin_backward(self.experts.weights, self._version, learns=any(wanted.values()))

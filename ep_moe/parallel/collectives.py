@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from ep_moe.errors import InputError
+from ep_moe.runtime.batched_gradients import refuse_batch
 from ep_moe.types import Pending
 
 if TYPE_CHECKING:  # rank_group imports this module at run time
@@ -104,18 +104,6 @@ def sum_gradients(x: Tensor, rank_group: RankGroup) -> Tensor:
         return x
     out: Tensor = _SumGradients.apply(x, rank_group)
     return out
-
-
-def batch_problem(gradient: Tensor) -> str | None:
-    """Return a problem if a gradient is a batch of several gradients, which collectives do not support."""
-    batched = torch._C._functorch
-    # torch.autograd and torch.vmap have different batched tensors
-    if not (batched.is_legacy_batchedtensor(gradient) or batched.is_batchedtensor(gradient)):
-        return None
-    return (
-        "MoELayer does not support batched gradients (is_grads_batched=True, jacobian(..., vectorize=True)); call "
-        "torch.autograd.grad once for each output, or jacobian with vectorize=False"
-    )
 
 
 def as_bytes(x: Tensor) -> Tensor:
@@ -223,8 +211,7 @@ class _SumGradients(Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if (problem := batch_problem(grad)) is not None:
-            raise InputError(problem)
+        refuse_batch(grad)
         total = grad.contiguous().clone()
         with ctx.rank_group.flight_recorder.step("backward of the token split"):
             ctx.rank_group.all_reduce(total)

@@ -17,11 +17,12 @@ from torch.distributed import ProcessGroup
 
 from ep_moe.errors import InputError
 from ep_moe.parallel.call_facts import different_layers, facts_difference
-from ep_moe.parallel.collectives import all_gather_single, batch_problem
+from ep_moe.parallel.collectives import all_gather_single
 from ep_moe.parallel.collectives import all_to_all_rows as all_to_all_rows
 from ep_moe.parallel.collectives import gather_rows as gather_rows
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.step_board import HostExchange
+from ep_moe.runtime.batched_gradients import batch_problem
 from ep_moe.runtime.devices import unseen_by_modes
 
 _log = logging.getLogger("ep_moe.parallel")

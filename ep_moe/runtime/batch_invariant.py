@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from ep_moe.runtime.batched_gradients import refuse_batch
 from ep_moe.runtime.devices import on_device
 from ep_moe.runtime.launch_cache import cdiv
 from ep_moe.runtime.triton_compat import tl, triton
@@ -170,6 +171,7 @@ class _GroupedLinear(Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        refuse_batch(grad)
         x, weight = ctx.saved_tensors
         to_x, to_weight, to_bias = ctx.needs_input_grad[:3]
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -239,6 +241,8 @@ class _Pointwise(Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_batch(grad)
+
         def gradients(given: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
             leaves = [part.detach().requires_grad_() for part in parts]
             with torch.enable_grad():

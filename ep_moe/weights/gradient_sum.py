@@ -18,6 +18,7 @@ from ep_moe.errors import ConfigError
 from ep_moe.parallel.checksum import checksum
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import RankGroup
+from ep_moe.runtime.batched_gradients import batch_problem, refuse_batch
 from ep_moe.types import capturing
 from ep_moe.weights.dense_checksum import DenseChecksum
 from ep_moe.weights.first_backward import FirstBackward
@@ -46,7 +47,8 @@ class GradientSum:
     router_steps: whether an optimizer that holds experts has changed the router too
     dense_checksum: the checksum of the dense parameters of the first optimizer that holds experts, None before its
         first step
-    each_sum: called before every sum, on all ranks that hold the same experts, if one of these is trained
+    each_sum: called before every sum, on all ranks that hold the same experts, if one of these is trained. Its
+        argument is a gradient that is a batch of several, None if there is none
     stepped: checksum of the gradients at an optimizer's step, int64 []; 0 if they were all zero, or some not finite
     """
 
@@ -62,7 +64,7 @@ class GradientSum:
         self.router: Callable[[], Module | None] = lambda: None
         self.router_steps = False
         self.dense_checksum: DenseChecksum | None = None
-        self.each_sum: Callable[[], None] | None = None
+        self.each_sum: Callable[[Tensor | None], None] | None = None
         self.stepped: Tensor | None = None
         self._first = FirstBackward()
         self._learns_somewhere = False  # any rank of the EP group trains experts; once True, all ranks sum from then on
@@ -146,8 +148,10 @@ class GradientSum:
         Returns:
             The summed gradients, by the same names.
         """
+        batch = next((gradient for gradient in gradients.values() if batch_problem(gradient) is not None), None)
         if self.each_sum is not None:
-            self.each_sum()
+            self.each_sum(batch)
+        refuse_batch(batch)
         divisor = self.divisor / self.shard_divisor() if self.sharded else self.divisor  # FSDP divides afterwards
         if divisor != 1:
             gradients = {name: gradient / divisor for name, gradient in gradients.items()}

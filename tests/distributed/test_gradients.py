@@ -20,6 +20,7 @@ from ep_moe import (
     Activation,
     EPContext,
     ExpertMap,
+    ExpertsOptions,
     InputError,
     MoEConfig,
     MoELayer,
@@ -285,6 +286,27 @@ def test_a_batch_of_gradients_is_refused(who, world_size):
 
             assert "is_grads_batched=True" in same_error(InputError, ask)
             layer(x).sum().backward()
+
+
+@distributed(2)
+@pytest.mark.parametrize(("ep", "exact"), [(1, False), (2, False), (2, True)])
+def test_a_batch_of_gradients_of_one_rank_is_refused_on_all(ep, exact, world_size):
+    """With ep < dp ranks meet in the sum of the experts' gradients only."""
+    if rank_device().type != "cpu":
+        pytest.skip("on GPUs ranks exchange nothing ahead of a collective of backward")
+    batched = dist.get_rank() == 1
+    with EPContext.from_groups(P(dp=2, ep=ep), device=rank_device(), deadline_s=30) as context:
+        config = dataclasses.replace(FLOAT, expert_bias=False) if exact else FLOAT
+        layer = fill(MoELayer(config, context, options=ExpertsOptions(exact=exact)))
+        x = integer_rows(3, 16, dist.get_rank()).requires_grad_()
+
+        def ask():
+            y = layer(x)
+            given = torch.ones(2, *y.shape) if batched else torch.ones_like(y)
+            torch.autograd.grad(y, [x, *layer.expert_weights.parameters()], given, is_grads_batched=batched)
+
+        assert "is_grads_batched=True" in same_error(InputError, ask)
+        layer(x).sum().backward()
 
 
 @distributed(2)

@@ -5,7 +5,7 @@
 import pytest
 import torch
 
-from ep_moe import ExpertMap, InputError, MoELayer, Routing
+from ep_moe import ExpertMap, ExpertsOptions, InputError, MoELayer, Routing
 from ep_moe.types import PhysicalIds, PhysicalRouting
 from tests.fixtures.helpers import fill, integer_rows
 from tests.fixtures.single_layer import HIDDEN, IDS, WEIGHTS, context, routing, shape  # noqa: F401 (a fixture)
@@ -164,3 +164,28 @@ def test_a_router_that_was_converted_alone_is_refused(context):
     layer.forward_routed(x, Routing(IDS, WEIGHTS))
     layer.router.bfloat16()
     layer(x)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("of", ["x", "router.weight", "expert_weights.0.w1", "shared_experts.up_proj.weight"])
+def test_a_batch_of_gradients_is_right_or_refused(context, of, exact):
+    """`is_grads_batched=True` gives the gradients of one call each, where it is not refused."""
+    layer = fill(MoELayer(shape(shared_intermediate_size=16), context, options=ExpertsOptions(exact=exact)))
+    x = integer_rows(3, HIDDEN, 0).requires_grad_()
+    wanted, y = {"x": x, **dict(layer.named_parameters())}[of], layer(x)
+    batch = torch.stack([integer_rows(3, HIDDEN, seed) for seed in range(2)])
+    if exact or of.startswith("expert_weights"):
+        with pytest.raises(InputError, match=r"does not support batched gradients .* once for each output"):
+            torch.autograd.grad(y, wanted, batch, is_grads_batched=True)
+        return
+    (found,) = torch.autograd.grad(y, wanted, batch, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(y, wanted, one, retain_graph=True)[0] for one in batch]
+    torch.testing.assert_close(found, torch.stack(each))
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_torch_jit_script_is_refused(context, within):
+    layer = MoELayer(shape(), context)
+    model = torch.nn.Sequential(torch.nn.Linear(HIDDEN, HIDDEN), layer) if within else layer
+    with pytest.raises(InputError, match=rf"^{layer.name}: torch\.jit\.script cannot compile.*call torch\.compile"):
+        torch.jit.script(model)
