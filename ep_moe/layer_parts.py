@@ -38,6 +38,7 @@ from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.full_state import refuse_adapter_state, refuse_full_state
 from ep_moe.weights.initial import fork_rng_with_shared_seed
 from ep_moe.weights.optimizers import guard_router_optimizers
+from ep_moe.weights.replaced import refuse_conversion
 
 _FIXED = frozenset({"config", "context", "wire", "tuned", "exact"})  # attributes that cannot be assigned again
 
@@ -177,6 +178,7 @@ class LayerParts(nn.Module):
 
     @torch.inference_mode(False)  # as at construction: kernels and counters write the tensors that this creates
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        refuse_conversion(self.expert_weights, fn)  # before the router is converted
         super()._apply(fn, recurse)
         return self
 

@@ -30,6 +30,7 @@ class ExpertBalancer(RebalanceLoop):
 
     All ranks of the world construct it, as they do the context. Every rank calls `step` after each forward, on the
     stream that the layers run on. `update_expert` may be called at any time, on all ranks with the same arguments.
+    A conversion of a layer (`.to`, `.half`) is refused while its experts move.
 
     If a rebalance is rolled back, the former maps stay in force. `step` raises RebalanceError, and the balancer
     continues with the next window. If a rank was lost, `step` raises PeerTimeout, or the error that the layers would

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NoReturn
@@ -61,6 +62,16 @@ def _device_of(context: Context) -> torch.device:
     return device
 
 
+def _under_way(balancer: Callable[[], RebalanceLoop | None]) -> Callable[[], bool]:
+    """Return a function that says whether a balancer plans transfers, or makes them."""
+
+    def under_way() -> bool:
+        found = balancer()
+        return found is not None and found._state in (State.PLANNING, State.MOVING)
+
+    return under_way
+
+
 class RebalanceLoop:
     """The internals of an ExpertBalancer, which adds the public methods."""
 
@@ -96,8 +107,10 @@ class RebalanceLoop:
         self._window: Callable[[], tuple[LayerStats, ...]] = tuple
         self._price: Price | None = None
         self._error = ""
+        under_way = _under_way(weakref.ref(self))
         for layer in self.layers:
             layer.placement.choose(self.config.replicas, ranks_per_node=self._per_node)
+            layer.expert_weights.in_rebalance = under_way
 
     # --- this rank's part --------------------------------------------------------------------------------------
 

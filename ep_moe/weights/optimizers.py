@@ -34,6 +34,7 @@ from ep_moe.weights.full_state import refuse_full_state
 from ep_moe.weights.parts import local
 
 if TYPE_CHECKING:
+    from ep_moe.placement.expert_map import ExpertMap
     from ep_moe.weights.slots import ExpertSlots
 
 KEY = "parameters differ between ranks"
@@ -179,9 +180,7 @@ def _refuse_whole_steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not isinstance(optimizer, LBFGS):
         return
     held = bool(_owners(optimizer, "differs_between_ranks"))
-    uneven = next(
-        (found for found in _owners(optimizer, "beside_experts") if found.leaves_a_rank_without_experts), None
-    )
+    uneven = next((found for found in _owners(optimizer, "beside_experts") if _leaves_a_rank(found.expert_map)), None)
     if uneven is not None:
         group = uneven.gradient_sum.ep  # that of all layers in the optimizer
         own = torch.tensor([held], dtype=torch.int64, device=uneven.device)
@@ -193,6 +192,11 @@ def _refuse_whole_steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "only its own experts, so ranks would train different models; use an optimizer that updates each "
             "parameter independently, such as AdamW, or give LBFGS ep_moe.training.dense_parameters(model)"
         )
+
+
+def _leaves_a_rank(expert_map: ExpertMap) -> bool:
+    """Return whether a rank of the EP group has no expert."""
+    return not all(map(expert_map.num_slots, range(expert_map.num_ranks)))
 
 
 def _note_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

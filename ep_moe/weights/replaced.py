@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from ep_moe.errors import InputError
 from ep_moe.types import dtype_name
 from ep_moe.weights.optimizers import guard_optimizers, mark_replaced_parameters
 from ep_moe.weights.parts import local, split_parts
@@ -175,3 +176,19 @@ def stored_problem(weights: ExpertSlots) -> str | None:
                 f"quantization='none' and experts='reference'"
             )
     return None
+
+
+def refuse_conversion(weights: ExpertSlots, fn: Callable[[Tensor], Tensor]) -> None:
+    """Raise InputError if `fn` changes dtype or device while an ExpertBalancer moves experts.
+
+    The bytes of an expert on their way would no longer be those of the slots.
+    """
+    if not weights.in_rebalance():
+        return
+    before = torch.empty(0, dtype=weights.dtype, device=weights.device)
+    after = fn(before)
+    if (after.dtype, after.device) != (before.dtype, before.device):
+        raise InputError(
+            f"expert_weights cannot become {dtype_name(after.dtype)} on {after.device} (.to, .half, .bfloat16) while "
+            "an ExpertBalancer moves experts; call settle() of the balancer on all ranks before"
+        )

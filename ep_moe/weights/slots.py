@@ -33,6 +33,7 @@ from ep_moe.weights.replaced import (
     copy_parameters_to_slots,
     offloaded_problem,
     rebind_parameters,
+    refuse_conversion,
     stored_problem,
 )
 
@@ -84,6 +85,7 @@ class ExpertSlots(nn.Module):
         self.num_slots = expert_map.num_slots(ep_rank)
         self.updates = 0  # calls that may have written weights; equal on all ranks
         self.calls = 0  # calls of the layer with gradients enabled
+        self.in_rebalance: Callable[[], bool] = lambda: False  # whether an ExpertBalancer plans or makes moves
         self._dtype = dtype or torch.get_default_dtype()
         self.weight_layout = weight_layout(config, scheme, self._dtype, self.etp.size)
         self.names = tuple(self.weight_layout.canonical)
@@ -209,11 +211,6 @@ class ExpertSlots(nn.Module):
         return self.gradient_sum.connect_parameters(self._slots, own)
 
     @property
-    def leaves_a_rank_without_experts(self) -> bool:
-        """Whether a rank of the EP group has no expert."""
-        return not all(map(self.expert_map.num_slots, range(self.expert_map.num_ranks)))
-
-    @property
     def any_requires_grad(self) -> bool:
         """Whether any parameter requires a gradient."""
         own = self.parameters() if self.lora is not None else self._on_views or self.parameters()
@@ -337,6 +334,7 @@ class ExpertSlots(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply `fn` to stored tensors and parameters. Quantized tensors change device only, never their dtype."""
+        refuse_conversion(self, fn)
         if not self.scheme.plain:
             return self._move(fn, recurse)
         if not self._slots:

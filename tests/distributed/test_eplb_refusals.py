@@ -1,12 +1,15 @@
 """What a balancer refuses with the same error on all ranks: its arguments, and calls after `close`."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from ep_moe import ConfigError, EPLBConfig, ExpertBalancer, ExpertMap, InputError, RebalanceError
+from ep_moe.eplb.migration.consensus import State
 from ep_moe.testing import distributed
 from tests.fixtures.distributed_cases import same_error
-from tests.fixtures.eplb_cases import CONFIG, context_of, make_layers, on_request, random_map
+from tests.fixtures.eplb_cases import CONFIG, ROW, assert_slots, context_of, make_layers, on_request, random_map
+from tests.fixtures.eplb_faults import step_until
 from tests.fixtures.helpers import integer_expert, integer_rows
 
 
@@ -91,3 +94,39 @@ def test_experts_that_move_between_forward_and_backward_are_named(world_size):
             out = layer(x)
             layer.update_expert(0, **integer_expert(CONFIG, 0))
             assert "weights were written (update_expert" in same_error(InputError, lambda: out.sum().backward())
+
+
+@distributed(2)
+@pytest.mark.parametrize("state", [State.PLANNING, State.MOVING])
+def test_a_conversion_while_experts_move_is_refused(state, world_size):
+    """The layer stays as it was. It is converted after the rebalance, and its experts move in the new dtype."""
+    with context_of() as context:
+        (layer,) = make_layers(context)
+        with ExpertBalancer([layer], context, on_request(bytes_per_step=ROW // 3)) as balancer:
+            balancer.move_to([random_map(2, 8, 0)])
+            step_until(balancer, lambda: balancer.state is state)
+            for convert in (layer.bfloat16, layer.expert_weights.double, lambda: layer.to("meta")):
+                assert "while an ExpertBalancer moves experts; call settle()" in same_error(InputError, convert)
+            assert {parameter.dtype for parameter in layer.parameters()} == {torch.float32}
+            layer.to(layer.device, torch.float32)
+            balancer.settle()
+            assert_slots(layer)
+            layer.bfloat16()
+            balancer.move_to([random_map(2, 8, 1)])
+            balancer.settle()
+            assert_slots(layer)
+
+
+@distributed(2)
+def test_a_conversion_on_one_rank_moves_no_experts(world_size):
+    """The bytes of an expert would be more on one rank than on the other."""
+    with context_of() as context:
+        (layer,) = make_layers(context)
+        with ExpertBalancer([layer], context, on_request()) as balancer:
+            if dist.get_rank():
+                layer.bfloat16()
+            balancer.move_to([random_map(2, 8, 0)])
+            text = same_error(RebalanceError, balancer.settle)
+            assert "different plans" in text
+            assert "converted (.to, .half) on all ranks alike" in text
+        assert_slots(layer)
