@@ -21,7 +21,8 @@ def use_main_grads(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     a step.
 
     Without `dtype`, the view is `parameter.grad`. Optimizers, `sync_gradients`, `clip_grad_norm_` and
-    `torch.amp.GradScaler` work as usual. If a gradient is None, backward overwrites the buffer.
+    `torch.amp.GradScaler` work as usual. If a gradient is None, backward overwrites the buffer, and with it a gradient
+    that the caller kept without `clone()`. It warns once if it finds such a gradient.
 
     With `dtype`, the view is `parameter.main_grad`, which is None until a backward, and `parameter.grad` stays None.
     Call `zero_main_grads` to start new gradients; `zero_grad` has no effect on them. The optimizer must read

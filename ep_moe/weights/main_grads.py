@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ep_moe.errors import ConfigError
 from ep_moe.types import dtype_name
 from ep_moe.weights.callers import Callers, frames_of, training_schedules
+from ep_moe.weights.kept_gradients import KeptGradients
 from ep_moe.weights.parts import local, parts_of, split_parts
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _HOOKS, _LATER_HOOKS = (operator.attrgetter(name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
 _GRAD, _LEARNS = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
+_SHOWN = operator.attrgetter("shown")
 _NONES = itertools.repeat(None)
 _SCALERS: Callers = {"torch.amp.grad_scaler": ("step",)}
 
@@ -82,6 +84,7 @@ class MainGrads:
         self.buffers: dict[str, Tensor] = {}
         self._parts: dict[str, list[_Part]] = {}
         self._of: list[nn.Parameter] | None = None  # the parameters of `_parts`
+        self._kept = KeptGradients()
         self._slots_of_expert: Any = None  # `ExpertSlots.slots_of_expert` when the buffers were made
         why = self._refusal()
         if why is not None:
@@ -195,10 +198,12 @@ class MainGrads:
         """
         views = self._weights._on_views
         if self.dtype is None and all(map(_LEARNS, views)) and not any(map(operator.is_not, map(_GRAD, views), _NONES)):
+            self._warn_of_kept(all_begin=True)
             for parts in self._parts.values():
                 for parameter, shown, _ in parts:
                     parameter.grad = shown
             return dict.fromkeys(self._parts, False)
+        self._warn_of_kept(all_begin=False)
         found = {}
         for name, parts in self._parts.items():
             begins, goes_on = [], False
@@ -224,6 +229,23 @@ class MainGrads:
             if begins or goes_on:
                 found[name] = goes_on
         return found
+
+    def _warn_of_kept(self, *, all_begin: bool) -> None:
+        """Warn once if a gradient that begins anew is still referenced.
+
+        all_begin: whether no parameter has a gradient, and all are trained
+        """
+        if not self._kept.checks_next():
+            return
+        parts = list(itertools.chain.from_iterable(self._parts.values()))
+        if not all_begin:
+            parts = [
+                part
+                for part in parts
+                if part.parameter.requires_grad and getattr(part.parameter, self.attribute, None) is not part.shown
+            ]
+        uses = 2 if any(part.shown is part.view for part in parts) else 1  # the fields of a part
+        self._kept.check(list(map(_SHOWN, parts)), uses, self.attribute)
 
     def restart(self) -> None:
         """Set the gradients of all parameters to None."""

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoEConfig, MoELayer
 from ep_moe.training import clip_grad_norm_, expert_parameters, use_main_grads, zero_main_grads
 from ep_moe.weights import main_grads
+from ep_moe.weights.kept_gradients import KeptGradients
 from ep_moe.weights.lora import LowRank, add_lora
 from tests.fixtures.main_grads import writing_kernel
 
@@ -389,3 +390,43 @@ def test_a_scaler_steps_what_unscales_main_gradients_by_itself(reads, scales, en
     refused = enabled and not (reads and scales)
     with pytest.raises(ConfigError, match=r"unscales \.grad and not") if refused else contextlib.nullcontext():
         main_grads._refuse_scaler(optimizer)
+
+
+@pytest.mark.parametrize("main_dtype", [None, torch.float32])
+@pytest.mark.parametrize("keep", [lambda gradient: gradient, lambda gradient: {"of a step": [gradient]}])
+def test_a_gradient_that_was_kept_is_named_once(context, kernel, main_dtype, keep):
+    """In torch it would keep its numbers: backward allocates a new one."""
+    layer = layer_of(context)
+    use_main_grads(layer, main_dtype)
+    parameter, attribute = expert_parameters(layer)[-1], "grad" if main_dtype is None else "main_grad"
+
+    def step(clear=True):
+        loss_of(layer, rows()).backward()
+        found = getattr(parameter, attribute)
+        if clear:
+            layer.zero_grad()
+            zero_main_grads(layer)
+        return found
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            del_later = step()
+            del del_later
+        clone = step().clone()
+        accumulated = step(clear=False)
+        step()  # adds to it, as torch does
+        del accumulated
+        step()
+    kept = keep(step())
+    with pytest.warns(UserWarning, match=rf"kept = parameter\.{attribute}\).* keep a clone of it"):
+        step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
+    del kept, clone
+
+
+def test_kept_gradients_are_looked_for_ever_more_rarely():
+    kept = KeptGradients()
+    assert [number for number in range(1, 400) if kept.checks_next()] == [*range(1, 129), 256, 384]
