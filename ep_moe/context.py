@@ -279,15 +279,18 @@ class EPContext(ConnectedRanks):
         Returns:
             Bytes by the kinds of `MoELayer.plan`. The largest workspace counts once for each stream that layers run
             on. A transport's buffers count once for each dispatch shape and call in flight. Buffers that grow count
-            with their present size.
+            with their present size. "temporary" is that of the layer with the most.
 
         Raises:
             ConfigError: as in `MoELayer.plan`.
         """
-        total: dict[str, int] = {}
+        total, temporary = dict[str, int](), list[int]()
         for layer in self._layers.values():
             for name, size in layer.plan(train_tokens).items():
-                total[name] = total.get(name, 0) + size
+                if name == "temporary":  # one layer after another needs it
+                    temporary.append(size)
+                else:
+                    total[name] = total.get(name, 0) + size
         if total:
             total["workspace"] = self._workspaces.reserved
             shared: dict[Any, int] = {}
@@ -295,6 +298,8 @@ class EPContext(ConnectedRanks):
                 for key, size in layer._transport_bytes(train_tokens).items():
                     shared[key] = max(shared.get(key, 0), size)
             total["transport"] = sum(shared.values())
+        if temporary:
+            total["temporary"] = max(temporary)
         return total
 
     @on_device_of(lambda self, *_, **__: self.device)

@@ -127,8 +127,9 @@ class LayerTools(LayerParts):
         Returns:
             Bytes of "experts", "router", "placement", "shared_experts", "workspace" and "transport". The layers of a
             context share the workspace and the transport's buffers; `EPContext.plan` counts them once. With
-            `train_tokens` also "gradients", and "saved", the tensors that forward saves for backward, for a router
-            that chooses all experts equally often.
+            `train_tokens` also "gradients", and for a router that chooses all experts equally often "saved", the
+            tensors that forward saves for backward, and "temporary", the most that the experts need for a moment in
+            forward or backward. The latter is missing for kernels that cannot tell it, such as `reference`.
 
         Raises:
             ConfigError: `train_tokens` is no integer of at least 1, or exceeds the current token limit. Or the size of

@@ -51,6 +51,9 @@ def layer_bytes(layer: Layer, train_tokens: int | None) -> dict[str, int]:
     if train_tokens is not None:
         held["gradients"] = _gradient_bytes(layer)
         held["saved"] = _saved_bytes(layer, train_tokens)
+        temporary = _temporary_bytes(layer, train_tokens)
+        if temporary is not None:
+            held["temporary"] = temporary
     return held
 
 
@@ -145,3 +148,13 @@ def _saved_bytes(layer: Layer, train_tokens: int) -> int:
     # int64 ids and float32 weights of this rank's tokens
     own = _dispatched(layer, train_tokens) * layer.config.top_k * (8 + _WEIGHT_BYTES) if adjoint else 0
     return rows * (shape.hidden_size * shape.dtype.itemsize + routes) + kernel.saved_bytes(rows) + own
+
+
+def _temporary_bytes(layer: Layer, train_tokens: int) -> int | None:
+    """Return the result of `Experts.temporary_bytes`. Refuses what `_saved_bytes` refuses, which is called before."""
+    kernel = layer._kernel
+    assert isinstance(kernel, Experts)
+    kind, shape, bound = _trained(layer, train_tokens)
+    rows = shape.num_ranks * bound
+    graphs = kind.capabilities.cuda_graph and kernel.weights.lora is None
+    return kernel.temporary_bytes(rows, recorded=graphs and kernel.records_training(rows))

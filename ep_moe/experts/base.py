@@ -339,6 +339,20 @@ class Experts(ABC):
         """
         return 0
 
+    def temporary_bytes(self, rows: int, *, recorded: bool) -> int | None:
+        """Count the most bytes that a training step holds at once beside what `compute_saving` saves.
+
+        Gradients of stored tensors do not count. The router is uniform, and backward does not keep the graph.
+
+        Args:
+            rows: Received rows.
+            recorded: The step is recorded as CUDA graphs (`records_training`).
+
+        Returns:
+            Bytes; None if they do not follow from shapes.
+        """
+        return None
+
     def gradients(
         self,
         received: Received,

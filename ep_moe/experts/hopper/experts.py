@@ -38,6 +38,7 @@ from ep_moe.weights.main_grads import GradientOut
 
 if TYPE_CHECKING:
     from ep_moe.experts.hopper.gradients import TrainedStep
+    from ep_moe.experts.hopper.training_bytes import StepShape
 
 # supported by the kernels, whose last branch would run for any other activation
 ACTIVATIONS = frozenset({Activation.SWIGLU, Activation.GEGLU, Activation.SWIGLU_CLAMPED, Activation.RELU2})
@@ -280,13 +281,23 @@ class Bf16TritonExperts(HopperExperts):
         )  # fmt: skip
 
     def saved_bytes(self, rows: int) -> int:
-        from ep_moe.experts.hopper import gradients
+        from ep_moe.experts.hopper import training_bytes
 
-        inner = self.weights.stored_tensors()["w13"].shape[1]
-        kept = 0 if self.options.recompute else inner * self.weights.dtype.itemsize
-        return gradients.saved_bytes(
-            rows, self.weights.num_slots, inner * self.weights.dtype.itemsize, kept, self.config
+        return training_bytes.saved_bytes(self._step_shape(rows), recompute=self.options.recompute)
+
+    def temporary_bytes(self, rows: int, *, recorded: bool) -> int:
+        from ep_moe.experts.hopper import training_bytes
+
+        recompute, float8 = self.options.recompute, self.options.float8
+        return training_bytes.temporary_bytes(
+            self._step_shape(rows), recompute=recompute, float8=float8, recorded=recorded
         )
+
+    def _step_shape(self, rows: int) -> StepShape:
+        from ep_moe.experts.hopper.training_bytes import StepShape
+
+        _, first, hidden = self.weights.stored_tensors()["w13"].shape
+        return StepShape(self.config, rows, self.weights.num_slots, hidden, first, self.weights.dtype.itemsize)
 
     def gradients(
         self,

@@ -304,19 +304,6 @@ def _sum_rows(
     out.add_(total, alpha=factor) if accumulate else out.copy_(total.mul_(factor))
 
 
-def saved_bytes(rows: int, slots: int, pair_bytes: int, kept: int, config: MoEConfig) -> int:
-    """Count the bytes saved for routes and pairs, for a uniform router.
-
-    pair_bytes: as of `Routes.sort`; kept: bytes that are kept per pair
-    """
-    if not slots:
-        return 0
-    routes = rows * config.top_k
-    counted = routes * pair_bytes > UNCOUNTED
-    pairs = round(rows * expected_pairs(config, slots, config.top_k)) if counted else routes
-    return 4 * (2 * routes + slots) + pairs * kept
-
-
 def _each(routes: Routes, config: MoEConfig) -> float:
     """Return the mean pairs per expert: the actual number if it is known, else that of a uniform router."""
     slots, counted = max(1, len(routes.ends)), routes.count < routes.ids.numel()

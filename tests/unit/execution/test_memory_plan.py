@@ -65,6 +65,25 @@ def test_what_is_kept_for_backward_grows_with_the_tokens(recomputing):
     assert saved[0] >= row
 
 
+def test_what_a_step_needs_for_a_moment_counts_once(monkeypatch):
+    """Layers need it one after another. `reference` cannot tell it."""
+    with EPContext.local("cpu") as context:
+        layers = [MoELayer(CONFIG, context, options=ExpertsOptions(recompute=True)) for _ in range(3)]
+        assert "temporary" not in layers[0].plan(4) | context.plan(4)
+        needed = {id(layer._kernel): 10 * number for number, layer in enumerate(layers)}
+        asked = []
+
+        def temporary_bytes(self, rows, *, recorded):
+            asked.append((rows, recorded))
+            return needed[id(self)]
+
+        monkeypatch.setattr(ReferenceExperts, "temporary_bytes", temporary_bytes)
+        assert [layer.plan(4)["temporary"] for layer in layers] == [0, 10, 20]
+        assert context.plan(4)["temporary"] == 20
+        assert set(asked) == {(4, False)}
+        assert "temporary" not in layers[0].plan()
+
+
 @pytest.mark.parametrize("tokens", [0, -1, 1.5, "8"])
 def test_train_tokens_is_a_count(tokens, recomputing):
     with pytest.raises(ConfigError, match="train_tokens must be an integer of at least 1"):
