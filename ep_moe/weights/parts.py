@@ -140,13 +140,13 @@ class ExpertModules(_Guarded):
 class Expert(nn.Module):
     """The parameters of one logical expert on this rank. `ExpertWeights` saves and loads them.
 
-    replaced: names of assigned parameters whose values must still be copied to the memory of the former ones
+    replaced: assigned parameters by name, whose values must still be copied to the memory of the former ones
     """
 
     def __init__(self, changes: Changes) -> None:
         super().__init__()
         self.__dict__["_parameters"] = _Watched(changes)
-        self.replaced: set[str] = set()
+        self.replaced: dict[str, nn.Parameter] = {}
         self.sharded = False  # by `ep_moe.training.fully_shard`, over ranks that hold this same expert
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -164,7 +164,7 @@ class Expert(nn.Module):
                     f"({type(before.data).__name__}), got {list(value.shape)} ({type(value.data).__name__})"
                 )
             _refuse_shared(name, before, value)
-            self.replaced.add(name)
+            self.replaced[name] = value
         super().__setattr__(name, value)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

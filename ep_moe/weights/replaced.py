@@ -37,9 +37,15 @@ def copy_parameters_to_slots(weights: ExpertSlots, *, moved: bool) -> None:
         _renew(weights)
     if weights._changes.count != weights._seen:
         attach_assigned_parameters(weights)
-    for parameter, view in weights._views if moved else ():
+    for at, (parameter, view) in enumerate(weights._views if moved else ()):
         own = local(parameter)
         if own.data_ptr() != view.data_ptr():
+            if own.shape != view.shape:  # `copy_` would broadcast
+                name = [name for name, _ in weights._of_experts()][at]
+                raise InputError(
+                    f"expert_weights.{name}.data must be {list(view.shape)}, got {list(own.shape)}; assign values of "
+                    f"the parameter's own shape"
+                )
             view.copy_(own)
             parameter.data = view
 
@@ -56,14 +62,15 @@ def attach_assigned_parameters(weights: ExpertSlots) -> None:
     holders = [(module, part) for module in modules for part in module._parameters]
     for (module, part), (parameter, view) in zip(holders, weights._views, strict=True):
         kept, found = parameter, cast("nn.Parameter", module._parameters[part])
-        if found is not parameter and part in module.replaced:
+        if found is not parameter and module.replaced.get(part) is found:
             if weights._mesh is None and parameter.data_ptr() == view.data_ptr():
                 parameter.data = parameter.data.clone()  # the user may assign the former parameter again
             view.copy_(local(found))
             found.data, kept = view if weights._mesh is None else parameter.data, found
             if weights.gradient_sum.ep.size > 1:
                 guard_optimizers(kept, weights)
-        module.replaced.discard(part)
+        if found is kept:  # an assigned parameter under a substituted one is copied after the call
+            module.replaced.pop(part, None)
         own = own and found is kept
         views.append((kept, view))
     weights._set_views(views)
@@ -134,6 +141,34 @@ def _renew(weights: ExpertSlots) -> None:
     seen = weights._seen
     weights._set_views(views)
     weights._seen, weights._last_addresses = seen, weights.addresses
+
+
+def substituted_problem(weights: ExpertSlots) -> str | None:
+    """Return an error if a tensor that was substituted for one call does not fit its parameter, or None.
+
+    Kernels read gate and up matrices, and all experts, as one tensor. Tensors of other sizes would shift rows from one
+    matrix to the next. A whole tensor instead of an etp rank's shard would be added once per etp rank. Assigned
+    parameters are checked when they are assigned.
+    """
+    modules = {expert: cast("Expert", weights._modules[str(expert)]) for expert in weights.slots_of_expert}
+    holders = [(expert, part) for expert, module in modules.items() for part in module._parameters]
+    for (expert, part), (parameter, view) in zip(holders, weights._views, strict=True):
+        found = cast("Tensor", modules[expert]._parameters[part])
+        if found is parameter or modules[expert].replaced.get(part) is found:
+            continue
+        wanted, got = _described(parameter, view.dtype), _described(found, found.dtype)
+        if wanted != got:
+            return (
+                f"expert_weights.{expert}.{part} must be {wanted} as the layer's parameter is, got {got}; pass tensors "
+                f"of the parameters' shapes, dtypes and placements to torch.func.functional_call"
+            )
+    return None
+
+
+def _described(tensor: Tensor, dtype: torch.dtype) -> str:
+    placements = getattr(tensor, "placements", None)
+    text = f"{dtype_name(dtype)} {list(tensor.shape)}"
+    return text if placements is None else f"{text} (DTensor, {list(placements)})"
 
 
 def offloaded_problem(weights: ExpertSlots) -> str | None:

@@ -35,6 +35,7 @@ from ep_moe.weights.replaced import (
     rebind_parameters,
     refuse_conversion,
     stored_problem,
+    substituted_problem,
 )
 
 if TYPE_CHECKING:
@@ -267,7 +268,7 @@ class ExpertSlots(nn.Module):
             return stored_problem(self)
         if not self._slots or self._changes.count == self._seen:
             return None
-        return offloaded_problem(self)
+        return offloaded_problem(self) or substituted_problem(self)
 
     def lora_problem(self) -> str | None:
         """Return an error if matrices require gradients while LoRA factors exist, or None. Only factors are trained."""

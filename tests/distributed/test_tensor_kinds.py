@@ -7,7 +7,7 @@ from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ep_moe import Activation, EPContext, InputError, MoEConfig, MoELayer, Routing
+from ep_moe import Activation, EPContext, InputError, MoEConfig, MoELayer, ParallelConfig, Routing
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.distributed_cases import check_call, gather_from_all_ranks, same_error
 from tests.fixtures.helpers import fill, integer_rows
@@ -70,3 +70,20 @@ def test_tensors_of_a_users_class_are_computed_as_plain_ones(world_size):
         assert type(under_way) is not torch.Tensor
         whole = torch.cat([each.to(x.device) for each in gather_from_all_ranks(x.cpu())])
         assert torch.equal(layer(under_way), layer(whole))
+
+
+@distributed(2)
+def test_functional_call_takes_the_share_of_an_etp_rank(world_size):
+    """A whole tensor in the place of an etp rank's share is refused: each etp rank would add the whole expert."""
+    parallel = ParallelConfig(tp=2, etp=2)
+    with EPContext.from_groups(parallel, device=rank_device(), deadline_s=10) as context:
+        layer = fill(MoELayer(CONFIG, context))
+        x = torch.ones(4, 16, device=context.device)
+        own, name = layer(x).detach(), "expert_weights.0.w2"
+        parameter = layer.get_parameter(name)
+        wanted = torch.func.functional_call(layer, {name: parameter.detach() * 1}, (x,)).detach()
+        assert torch.equal(wanted, own)
+        whole = parameter.detach().full_tensor()
+        error = same_error(InputError, lambda: torch.func.functional_call(layer, {name: whole}, (x,)))
+        assert f"{name} must be float32 [16, 16] (DTensor, [Shard(dim=1)])" in error
+        assert torch.equal(layer(x).detach(), own)

@@ -16,7 +16,7 @@ from ep_moe.weights.parts import Expert
 from ep_moe.weights.replaced import attach_assigned_parameters
 from tests.fixtures.expert_weights import REDUNDANT, shape
 from tests.fixtures.helpers import same_bits
-from tests.fixtures.single_layer import context, full, rows_of  # noqa: F401 (a fixture)
+from tests.fixtures.single_layer import HIDDEN, INNER, context, full, rows_of  # noqa: F401 (a fixture)
 
 
 def made(context, **options):
@@ -51,6 +51,56 @@ def test_functional_call_computes_with_the_given_parameters(context, twice):
     torch.testing.assert_close(found.detach(), wanted)
     for name, tensor in given.items():
         torch.testing.assert_close(tensor.grad, gradients[name])
+
+
+MISFITS = {
+    "rows of gate and up shifted": {"3.w1": (INNER + 2, HIDDEN), "3.w3": (INNER - 2, HIDDEN)},
+    "one row": {"3.w1": (1, HIDDEN)},
+    "transposed": {"3.w2": (INNER, HIDDEN)},
+    "another dtype": {"3.w1": torch.bfloat16},
+    "codes": {"3.w1": torch.int8},
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_functional_call_with_tensors_that_do_not_fit_is_refused(context, misfit):
+    """Kernels read gate and up, and all experts, as one tensor: other sizes would shift rows without an error."""
+    layer, x = made(context), rows_of(9)
+    own, given = layer(x).detach(), {}
+    for name, other in MISFITS[misfit].items():
+        right = layer.expert_weights.get_parameter(name).detach()
+        odd = right.to(other) if isinstance(other, torch.dtype) else torch.ones(other)
+        assert odd.shape != right.shape or odd.dtype != right.dtype
+        given[f"expert_weights.{name}"] = odd
+    with pytest.raises(
+        InputError, match=r"expert_weights\.\d\.w\d must be float32 \[.*\] as .*, got .*functional_call"
+    ):
+        torch.func.functional_call(layer, given, (x,))
+    assert same_bits(layer(x).detach(), own)
+
+
+def test_data_of_another_shape_is_refused(context):
+    """`copy_` would broadcast it to all rows of the expert."""
+    layer, x = made(context), rows_of(9)
+    expert = layer.expert_weights.get_submodule("3")
+    expert.w1.data = torch.ones(1, expert.w1.shape[1])
+    with pytest.raises(InputError, match=r"expert_weights\.3\.w1\.data must be \[\d+, \d+\], got \[1, \d+\]"):
+        layer(x)
+
+
+def test_an_assigned_parameter_is_the_layers_after_functional_call(context):
+    """A parameter that is assigned before `functional_call` and hidden by it becomes the layer's in the next call."""
+    layer, x = made(context), rows_of(9)
+    expert = layer.expert_weights.get_submodule("3")
+    expert.w1 = nn.Parameter(torch.ones_like(expert.w1))
+    given = torch.full_like(expert.w1, 2.0).detach()
+    torch.func.functional_call(layer, {"expert_weights.3.w1": given}, (x,))
+    layer.update_expert(3, w13=torch.zeros(2 * len(expert.w1), expert.w1.shape[1]), w2=torch.zeros_like(expert.w2))
+    assert (given == 2).all(), "the caller's tensor is not the layer's memory"
+    assert not expert.w1.any()
+    wanted = made(context)
+    wanted.update_expert(3, w13=torch.zeros(2 * len(expert.w1), expert.w1.shape[1]), w2=torch.zeros_like(expert.w2))
+    assert same_bits(layer(x).detach(), wanted(x).detach())
 
 
 def test_an_assigned_parameter_is_the_layers(context):
