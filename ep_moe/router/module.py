@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 
 from ep_moe.checks import check_kind
 from ep_moe.config import MoEConfig, RoutingConfig, RoutingMethod
+from ep_moe.errors import InputError
 from ep_moe.router.kernels import RouterKernels, most_rows
 from ep_moe.runtime import batch_invariant
 from ep_moe.types import Routing
@@ -247,6 +248,7 @@ class Router(nn.Module):
         check_kind("Router: config", config, MoEConfig)
         self.config, self.exact = config.routing, exact
         self.top_k = config.top_k
+        self.num_experts, self.hidden_size = config.num_experts, config.hidden_size
         if config.routing.float32_logits:
             dtype = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, device=device, dtype=dtype))
@@ -311,6 +313,7 @@ class Router(nn.Module):
         them.
         """
         kernels, correction, weight = self.kernels, self.e_score_correction_bias, self.weight
+        self._check_shapes(weight)
         few = len(x) <= most_rows(x, weight)
         assert kernels is not None
         differentiable = torch.is_grad_enabled()
@@ -372,11 +375,33 @@ class Router(nn.Module):
         return self._logits(x, self.weight)
 
     def _logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        self._check_shapes(weight)
         product = batch_invariant.linear if self.exact else linear
         if not self.config.float32_logits:
             return product(x, weight, self.bias)
         bias = None if self.bias is None else self.bias.float()
         return product(x.float(), weight.float(), bias)
+
+    def _check_shapes(self, weight: Tensor) -> None:
+        """Raise InputError if a tensor that user code replaced has another shape.
+
+        Without rows for all experts, the others would get no token without an error, and the kernels would read beyond
+        the tensor.
+        """
+        if weight.shape != (self.num_experts, self.hidden_size):
+            name, tensor, wanted = "weight", weight, [self.num_experts, self.hidden_size]
+        else:
+            vectors = (("bias", self.bias), ("e_score_correction_bias", self.e_score_correction_bias))
+            wanted = [self.num_experts]
+            wrong = [(n, t) for n, t in vectors if t is not None and t.shape != (self.num_experts,)]
+            if not wrong:
+                return
+            name, tensor = wrong[0]
+        raise InputError(
+            f"router.{name} must be {wanted}, for num_experts={self.num_experts} and hidden_size={self.hidden_size} of "
+            f"the layer's configuration, got {list(tensor.shape)}; assign a tensor of this shape, or build a layer of "
+            f"another MoEConfig"
+        )
 
     def extra_repr(self) -> str:
         """Describe the router in one line, for `print`."""

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
-from ep_moe import MoEConfig, Router, RoutingConfig, RoutingMethod
+from ep_moe import InputError, MoEConfig, Router, RoutingConfig, RoutingMethod
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
@@ -30,3 +31,21 @@ def test_all_tensors_lie_where_they_are_asked_to(device, wide, dtype):
         assert all(tensor.shape == ((4, 16) if name == "weight" else (4,)) for name, tensor in tensors.items())
         if device == "cpu":
             assert not any(tensor.any() for name, tensor in tensors.items() if name != "weight")
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "e_score_correction_bias"])
+@pytest.mark.parametrize("way", ["assigned", "data", "functional_call"])
+def test_a_tensor_of_another_shape_is_refused(name, way):
+    """A router with fewer rows than experts would send no token to the others, without an error."""
+    routing = RoutingConfig(method=RoutingMethod.SIGMOID_TOPK, bias=True, correction_bias=True)
+    router = Router(MoEConfig(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2, routing=routing))
+    x, odd = torch.ones(3, 16), torch.ones(2, 16) if name == "weight" else torch.ones(1)
+    given = {}
+    if way == "functional_call":
+        given = {name: odd}
+    elif way == "data":
+        getattr(router, name).data = odd
+    else:
+        setattr(router, name, nn.Parameter(odd) if isinstance(getattr(router, name), nn.Parameter) else odd)
+    with pytest.raises(InputError, match=rf"router\.{name} must be \[4.*got \[\d+.*MoEConfig"):
+        torch.func.functional_call(router, given, (x,))
