@@ -67,10 +67,22 @@ def held_bytes(**parts: Any) -> dict[str, int]:
         Bytes by kind, for the modules.
     """
     return {
-        kind: sum(map(_local_bytes, [*module.parameters(), *module.buffers()]))
+        kind: sum(map(_local_bytes, _held_tensors(module)))
         for kind, module in parts.items()
         if isinstance(module, nn.Module)
     }
+
+
+def _held_tensors(module: nn.Module) -> list[Tensor]:
+    """Return the tensors that a module holds.
+
+    Named parameters of experts are views of stored tensors, which also have slots without parameters: empty ones, and
+    those of an expert that the rank holds twice.
+    """
+    if not isinstance(module, ExpertWeights) or not module.has_expert_parameters or module.sharded:
+        return [*module.parameters(), *module.buffers()]
+    factors = [] if module.lora is None else [*module.lora.parameters()]
+    return [*module._raw_tensors.values(), *factors, *module.buffers()]
 
 
 def _gradient_bytes(layer: Layer) -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ep_moe import ConfigError, EPContext, MoEConfig, MoELayer
+from ep_moe import ConfigError, EPContext, ExpertMap, MoEConfig, MoELayer
 from ep_moe.all2all.dispatch_shape import DispatchShape
 from ep_moe.execution import memory_plan
 from ep_moe.experts.base import ExpertsOptions
@@ -41,6 +41,17 @@ def test_what_a_layer_holds(layer):
     tables = sum(tensor.numel() * tensor.itemsize for tensor in layer.placement.buffers())
     assert found["placement"] == tables > 0
     assert (found["workspace"], found["transport"]) == (0, 0), "the reference kernel and local hold nothing"
+
+
+@pytest.mark.parametrize("slots", [[0, 1, 2, 3, 4, 5, 0], [0, -1, 1, 2, 3, 4, 5]], ids=["twice", "empty"])
+def test_slots_without_parameters_count(slots):
+    """A slot of an expert that the rank holds twice has memory and no parameters, as has an empty one."""
+    with EPContext.local("cpu") as context:
+        expert_map = ExpertMap.from_ranks([slots], 6, allow_duplicates=True)
+        layer = MoELayer(CONFIG, context, expert_map=expert_map)
+        assert memory_plan.layer_bytes(layer, None)["experts"] == 7 * EXPERT
+        found = layer.expert_weights.stored_tensors().values()
+        assert sum(tensor.untyped_storage().nbytes() for tensor in found) == 7 * EXPERT
 
 
 def test_what_is_no_module_counts_nothing():
