@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ep_moe.all2all.base import Dispatcher, too_many_tokens
 from ep_moe.context import EPContext
@@ -25,6 +24,7 @@ from ep_moe.execution.exchange import Exchange
 from ep_moe.experts.base import Experts
 from ep_moe.runtime.batch_invariant import repeat_rows, sum_columns, sum_routes
 from ep_moe.runtime.batched_gradients import refuse_batch
+from ep_moe.runtime.first_order import first_order_only
 from ep_moe.runtime.triton_compat import Missing, triton
 from ep_moe.types import PhysicalIds, PhysicalRouting
 
@@ -110,7 +110,7 @@ class _FanOut(Function):
         return x.view_as(x), x.view_as(x), x.view_as(x)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @first_order_only
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         refuse_batch(*grads)
         total = torch.zeros_like(grads[0], dtype=torch.float32)
@@ -126,7 +126,7 @@ class _Repeated(Function):
         return repeat_rows(x, top_k) if _by_kernels(x) else x.repeat_interleave(top_k, 0)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         refuse_batch(grad)
         return _in_order(grad, ctx.top_k), None
@@ -139,7 +139,7 @@ class _Combined(Function):
         return _in_order(rows, ids.shape[1], ids, weights)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
         rows, ids, weights = ctx.saved_tensors
         none, wide = ids < 0, grad.float().unsqueeze(1)

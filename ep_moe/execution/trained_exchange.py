@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.experts.base import Experts
 from ep_moe.experts.differentiable import Allocator, SavedForBackward
 from ep_moe.experts.layouts import as_rank_major, with_local_ids
+from ep_moe.runtime.first_order import first_order_only
 from ep_moe.types import LocalIds, PeerRows, PhysicalIds, PhysicalRouting, Received
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class _TrainedExchange(Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         saved: SavedForBackward = ctx.saved
         wanted, absent = saved.begin_backward(ctx.needs_input_grad, grad)

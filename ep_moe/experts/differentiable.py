@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ep_moe.errors import InputError
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.runtime.batched_gradients import refuse_batch
+from ep_moe.runtime.first_order import first_order_only
 from ep_moe.types import LocalIds, PeerRows, Received
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.main_grads import CallGradients, GradientOut, Stored
@@ -251,7 +251,7 @@ class _DifferentiableStep(Function):
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         saved: SavedForBackward = ctx.saved
         wanted, absent = saved.begin_backward(ctx.needs_input_grad, grad)

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from ep_moe.runtime.batched_gradients import refuse_batch
+from ep_moe.runtime.first_order import first_order_only
 from ep_moe.types import Pending
 
 if TYPE_CHECKING:  # rank_group imports this module at run time
@@ -175,7 +175,7 @@ class _Collective(Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         with ctx.rank_group.flight_recorder.step(f"backward by {ctx.back.func.__name__.lstrip('_')}"):
             ctx.rank_group.meet_in_backward(ctx.call_name, ctx.number, grad)
@@ -197,7 +197,7 @@ class _GatherReplicated(Function):
         return _trimmed(out, counts)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.split(ctx.counts)[ctx.rank], None, None
 
@@ -209,7 +209,7 @@ class _SumGradients(Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         refuse_batch(grad)
         total = grad.contiguous().clone()

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ep_moe.runtime.batched_gradients import refuse_batch
 from ep_moe.runtime.devices import on_device
+from ep_moe.runtime.first_order import first_order_only
 from ep_moe.runtime.launch_cache import cdiv
 from ep_moe.runtime.triton_compat import tl, triton
 
@@ -169,7 +169,7 @@ class _GroupedLinear(Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         refuse_batch(grad)
         x, weight = ctx.saved_tensors
@@ -239,7 +239,7 @@ class _Pointwise(Function):
         return _in_blocks(lambda *parts: (function(*parts),), tensors)[0]
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_batch(grad)
 

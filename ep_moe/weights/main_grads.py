@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ep_moe.errors import ConfigError
+from ep_moe.runtime.first_order import first_order_only
 from ep_moe.types import dtype_name
 from ep_moe.weights.callers import Callers, frames_of, training_schedules
 from ep_moe.weights.kept_gradients import KeptGradients
@@ -386,7 +386,7 @@ class _Collected(Function):
         return tuple(tensor.view_as(tensor) for tensor in stored)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @first_order_only
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
         ctx.call.sum_into_buffers(list(gradients))
         return None, None, None

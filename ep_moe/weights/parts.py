@@ -13,11 +13,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from ep_moe.config import MoEConfig
 from ep_moe.errors import ConfigError, InputError
+from ep_moe.runtime.first_order import first_order_only
 
 _HALVES = {"w13": ("w1", "w3"), "w13_bias": ("w1_bias", "w3_bias")}  # stored tensor -> (gate rows, up rows)
 
@@ -231,7 +231,7 @@ class Joined(Function):
         return tuple(tensor.view_as(tensor) for tensor in stored)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @first_order_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         return (None, None, *ctx.back(list(gradients)))
 
