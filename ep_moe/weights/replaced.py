@@ -19,7 +19,7 @@ from ep_moe.weights.optimizers import guard_optimizers, mark_replaced_parameters
 from ep_moe.weights.parts import local, split_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor, nn
 
@@ -37,9 +37,11 @@ def copy_parameters_to_slots(weights: ExpertSlots, *, moved: bool) -> None:
         _renew(weights)
     if weights._changes.count != weights._seen:
         attach_assigned_parameters(weights)
-    for at, (parameter, view) in enumerate(weights._views if moved else ()):
-        own = local(parameter)
-        if own.data_ptr() != view.data_ptr():
+    elsewhere = [local(parameter).data_ptr() != view.data_ptr() for parameter, view in weights._views] if moved else []
+    values = _values(weights, [p for (p, _), apart in zip(weights._views, elsewhere, strict=False) if apart])
+    for at, apart in enumerate(elsewhere):
+        if apart:
+            (parameter, view), own = weights._views[at], next(values)
             if own.shape != view.shape:  # `copy_` would broadcast
                 name = [name for name, _ in weights._of_experts()][at]
                 raise InputError(
@@ -47,7 +49,7 @@ def copy_parameters_to_slots(weights: ExpertSlots, *, moved: bool) -> None:
                     f"the parameter's own shape"
                 )
             view.copy_(own)
-            parameter.data = view
+            _make_view(parameter, view)
 
 
 @torch.no_grad()
@@ -60,13 +62,20 @@ def attach_assigned_parameters(weights: ExpertSlots) -> None:
     views, own = [], True
     modules = [cast("Expert", weights._modules[str(expert)]) for expert in weights.slots_of_expert]
     holders = [(module, part) for module in modules for part in module._parameters]
-    for (module, part), (parameter, view) in zip(holders, weights._views, strict=True):
-        kept, found = parameter, cast("nn.Parameter", module._parameters[part])
-        if found is not parameter and module.replaced.get(part) is found:
-            if weights._mesh is None and parameter.data_ptr() == view.data_ptr():
-                parameter.data = parameter.data.clone()  # the user may assign the former parameter again
-            view.copy_(local(found))
-            found.data, kept = view if weights._mesh is None else parameter.data, found
+    present = [cast("nn.Parameter", module._parameters[part]) for module, part in holders]
+    assigned = [
+        found is not parameter and module.replaced.get(part) is found
+        for (module, part), found, (parameter, _) in zip(holders, present, weights._views, strict=True)
+    ]
+    values = _values(weights, [found for found, new in zip(present, assigned, strict=True) if new])
+    for at, (parameter, view) in enumerate(weights._views):
+        (module, part), kept, found = holders[at], parameter, present[at]
+        if assigned[at]:
+            if local(parameter).data_ptr() == view.data_ptr():  # the user may assign the former parameter again
+                _make_view(parameter, local(parameter).detach().clone())
+            view.copy_(next(values))
+            _make_view(found, view)
+            kept = found
             if weights.gradient_sum.ep.size > 1:
                 guard_optimizers(kept, weights)
         if found is kept:  # an assigned parameter under a substituted one is copied after the call
@@ -76,6 +85,25 @@ def attach_assigned_parameters(weights: ExpertSlots) -> None:
     weights._set_views(views)
     if not own:
         weights._seen -= 1
+
+
+def _values(weights: ExpertSlots, parameters: list[nn.Parameter]) -> Iterator[Tensor]:
+    """Iterate over the parameters' local values before any slot is written.
+
+    A parameter in the memory of another slot is copied. Experts that swap their tensors would else read slots that were
+    already overwritten.
+    """
+    slots = {tensor.untyped_storage().data_ptr() for tensor in weights._slots.values()}
+    found = [local(parameter).detach() for parameter in parameters]
+    return iter([own.clone() if own.untyped_storage().data_ptr() in slots else own for own in found])
+
+
+def _make_view(parameter: nn.Parameter, view: Tensor) -> None:
+    """Make a parameter a view of its slot. `data` of a DTensor cannot be assigned, so its local tensor is."""
+    if hasattr(parameter, "_local_tensor"):
+        parameter._local_tensor = view
+    else:
+        parameter.data = view
 
 
 def rebind_parameters(weights: ExpertSlots, fn: Callable[[Tensor], Tensor]) -> None:

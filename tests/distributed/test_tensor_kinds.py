@@ -87,3 +87,23 @@ def test_functional_call_takes_the_share_of_an_etp_rank(world_size):
         error = same_error(InputError, lambda: torch.func.functional_call(layer, {name: whole}, (x,)))
         assert f"{name} must be float32 [16, 16] (DTensor, [Shard(dim=1)])" in error
         assert torch.equal(layer(x).detach(), own)
+
+
+@distributed(2)
+def test_etp_ranks_experts_that_swap_their_parameters(world_size):
+    """Assigned DTensors are in the memory of another expert's slot, which is written too."""
+    with EPContext.from_groups(ParallelConfig(tp=2, etp=2), device=rank_device(), deadline_s=10) as context:
+        layer, wanted = fill(MoELayer(CONFIG, context)), fill(MoELayer(CONFIG, context))
+        wanted.router.load_state_dict(layer.router.state_dict())
+        x = integer_rows(4, 16, 0).to(context.device)
+        experts = [layer.expert_weights.get_submodule(str(expert)) for expert in range(3)]
+        before = [expert.w2.detach().clone() for expert in experts]
+        own = layer(x).detach()
+        experts[0].w2, experts[1].w2, experts[2].w2 = (experts[at].w2 for at in (1, 2, 0))
+        with torch.no_grad():
+            for expert, values in enumerate([before[1], before[2], before[0]]):
+                wanted.expert_weights.get_submodule(str(expert)).w2.copy_(values)
+        for _ in range(2):  # the copies of one call are not those of the next
+            assert torch.equal(layer(x), wanted(x))
+        experts[0].w2, experts[1].w2, experts[2].w2 = (experts[at].w2 for at in (2, 0, 1))
+        assert torch.equal(layer(x), own)

@@ -88,6 +88,24 @@ def test_data_of_another_shape_is_refused(context):
         layer(x)
 
 
+@pytest.mark.parametrize("way", ["data", "parameter"])
+def test_experts_that_swap_their_tensors(context, way):
+    """Each expert gets the values that the other had before any slot was written."""
+    layer, wanted, x = made(context), made(context), rows_of(9)
+    experts = [layer.expert_weights.get_submodule(str(expert)) for expert in (1, 3, 4)]
+    before = [expert.w1.detach().clone() for expert in experts]
+    one, two, three = experts  # no name keeps a tensor: slots that user code references are not written again
+    if way == "data":
+        one.w1.data, two.w1.data, three.w1.data = two.w1.data, three.w1.data, one.w1.data
+    else:
+        one.w1, two.w1, three.w1 = two.w1, three.w1, one.w1
+    with torch.no_grad():
+        for number, values in zip((1, 3, 4), [*before[1:], before[0]], strict=True):
+            wanted.expert_weights.get_submodule(str(number)).w1.copy_(values)
+    for _ in range(2):
+        assert same_bits(layer(x).detach(), wanted(x).detach())
+
+
 def test_an_assigned_parameter_is_the_layers_after_functional_call(context):
     """A parameter that is assigned before `functional_call` and hidden by it becomes the layer's in the next call."""
     layer, x = made(context), rows_of(9)
