@@ -35,14 +35,20 @@ class ComparedExperts(Protocol):
     expert_weights: ExpertWeights
 
 
-def compare_experts(layer: ComparedExperts, rank_group: RankGroup, device: torch.device, step: str) -> None:
+def compare_experts(
+    layer: ComparedExperts, rank_group: RankGroup, device: torch.device, step: str, *, trains: bool = False
+) -> None:
     """Raise InputError, on all ranks, if replicas of an expert differ, or if a rank has the numbers of the first rank's
-    experts for its own."""
+    experts for its own.
+
+    trains: this rank trains, so replicas must also require gradients for the same parameters. A replica that does not
+        is not updated in a step, and may leave out its rows' part of the others' gradients
+    """
     weights, expert_map = layer.expert_weights, layer.placement.expert_map
     if rank_group.size == 1 or weights.sharded or not weights.stored_tensors():
         return
     slots_per_rank = expert_map.slots_per_rank
-    facts = torch.zeros(slots_per_rank, 2, dtype=torch.int64, device=device)
+    facts = torch.zeros(slots_per_rank, 3, dtype=torch.int64, device=device)
     many = set(expert_map.replicated)
     held = _filled_slots(weights)
     copies = [slot for slot in held if weights.local_experts[slot] in many]
@@ -55,16 +61,24 @@ def compare_experts(layer: ComparedExperts, rank_group: RankGroup, device: torch
         facts[copies, 1] = torch.stack(
             [_of_all([tensor[slot].detach() for tensor in tensors], device) for slot in copies]
         )
+        if trains and weights.has_expert_parameters:
+            learns = [_learning(weights, weights.local_experts[slot]) for slot in copies]
+            facts[copies, 2] = torch.tensor(learns, dtype=torch.int64, device=device)
     with rank_group.flight_recorder.step(step, counted=not step.startswith("backward")):
-        rows = [list(zip(row[::2], row[1::2], strict=True)) for row in rank_group.exchange(facts.flatten())]
+        rows = [
+            list(zip(*(row[at::3] for at in range(3)), strict=True)) for row in rank_group.exchange(facts.flatten())
+        ]
     for expert in many:
-        found = {
-            rows[slot // slots_per_rank][slot % slots_per_rank][1] for slot in expert_map.logical_to_physical[expert]
-        }
-        if len(found) > 1:
-            ranks = sorted(
-                {rank_group.ranks[slot // slots_per_rank] for slot in expert_map.logical_to_physical[expert]}
+        slots = expert_map.logical_to_physical[expert]
+        found = [rows[slot // slots_per_rank][slot % slots_per_rank] for slot in slots]
+        ranks = sorted({rank_group.ranks[slot // slots_per_rank] for slot in slots})
+        if len({learning for *_, learning in found} - {0}) > 1:
+            raise InputError(
+                f"{layer.name}: some parameters of expert {expert} have requires_grad=True on one of the ranks "
+                f"{', '.join(map(str, ranks))}, which hold copies of it, and False on another; set requires_grad by "
+                f"the parameters' names, alike on all ranks"
             )
+        if len({numbers for _, numbers, _ in found}) > 1:
             raise InputError(
                 f"{layer.name}: copies of expert {expert} on ranks {', '.join(map(str, ranks))} differ; write "
                 f"experts with update_expert on all ranks, or load a checkpoint on all"
@@ -128,7 +142,7 @@ def mixing_problem(layer: ComparedExperts, rank_group: RankGroup, step: str) -> 
     if rank_group.size == 1 or weights.sharded or not weights.has_expert_parameters:
         return None
     try:
-        compare_experts(layer, rank_group, device, step)
+        compare_experts(layer, rank_group, device, step, trains=True)
     except InputError as error:
         return str(error)
     stepped = weights.gradient_sum.stepped
@@ -148,6 +162,12 @@ def mixing_problem(layer: ComparedExperts, rank_group: RankGroup, step: str) -> 
                 "sync_gradients of ep_moe.training does, and load the weights anew"
             )
     return None
+
+
+def _learning(weights: ExpertWeights, expert: int) -> int:
+    """Return a number above 0 with one bit for each parameter of an expert that requires a gradient."""
+    flags = [parameter.requires_grad for parameter in weights.get_submodule(str(expert)).parameters()]
+    return sum(flag << at for at, flag in enumerate([True, *flags]))
 
 
 def _filled_slots(weights: ExpertWeights) -> list[int]:

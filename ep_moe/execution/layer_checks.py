@@ -122,8 +122,10 @@ class RankChecks:
             what = f"{layer.name}: a call after load_state_dict, under its expert map,"
             layer.context.flight_recorder.monitored_barrier(f"{layer.name}/map/{found}", ranks, what)
             self._adopted = False
+        trains = torch.is_grad_enabled()
         with layer.context._begin_call(layer.name, layer._call_facts()), torch.no_grad(), unseen_by_modes():
-            compare_ranks(layer, self.wrapper_problem(layer) or layer.expert_weights.replaced_problem())
+            problem = self.wrapper_problem(layer) or layer.expert_weights.replaced_problem()
+            compare_ranks(layer, problem, trains=trains)
             self.backward_comparison.similarity.begin(layer, layer.context.rank_groups["ep"], "first call")
         self.due = False
         self.dtype = layer.expert_weights.dtype if layer._fixed else None

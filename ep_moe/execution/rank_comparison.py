@@ -40,10 +40,11 @@ class ComparedLayer(ComparedExperts, Protocol):
     def _call_facts(self) -> str: ...
 
 
-def compare_ranks(layer: ComparedLayer, problem: str | None, step: str = "first call") -> None:
+def compare_ranks(layer: ComparedLayer, problem: str | None, step: str = "first call", *, trains: bool = False) -> None:
     """Raise InputError on all ranks of a layer's call if they differ in state that must be equal.
 
-    problem: a fault found on this rank, which all ranks then raise; step: the name of the step in errors
+    problem: a fault found on this rank, which all ranks then raise; step: the name of the step in errors; trains: as in
+        `compare_experts`
     """
     device, whole = layer.context.device, layer.context.rank_groups["lockstep"]
     dense = dict(_dense(layer))
@@ -56,7 +57,7 @@ def compare_ranks(layer: ComparedLayer, problem: str | None, step: str = "first 
             f"{_name_dense(whole, dense, sums, device)} differs from the others; call torch.manual_seed with one seed "
             f"on all ranks before the model is made, or load a checkpoint on all"
         )
-    compare_experts(layer, layer.context.rank_groups["ep"], device, step)
+    compare_experts(layer, layer.context.rank_groups["ep"], device, step, trains=trains)
     warn_of_twins(layer, layer.context.rank_groups["ep"], device, step)
 
 

@@ -282,3 +282,26 @@ def test_gradients_of_other_parameters_are_not_summed(differs, after):
         text = same_error(InputError, lambda: [after(model, context) for model in in_order])
         name = "sync_gradients" if after is training.sync_gradients else "clip_grad_norm_"
         assert re.search(wanted.replace("AFTER", name), text), text
+
+
+@distributed(2)
+@pytest.mark.parametrize("when", ["at first", "later"])
+def test_replicas_of_which_some_are_frozen_are_refused(world_size, when):
+    """A frozen replica is not updated in a step, and a rank of frozen experts adds no gradient to the others' sum."""
+    parallel = ParallelConfig(dp=2)
+    with EPContext.from_groups(parallel, device=rank_device(), deadline_s=30) as context:
+        layer = MoELayer(CONFIG, context, expert_map=ExpertMap.redundant(EXPERTS, 2, 2))
+        optimizer = SGD(layer.parameters(), lr=0.1)
+
+        def freeze() -> None:
+            for parameter in list(layer.expert_weights.parameters())[: 3 * (dist.get_rank() == 0)]:
+                parameter.requires_grad_(False)
+
+        if when == "later":
+            layer(torch.ones(2, WIDTH, device=context.device)).sum().backward()
+        freeze()
+        if when == "later":
+            with torch.no_grad():  # calls without gradients go on
+                layer(torch.ones(2, WIDTH, device=context.device))
+        message = same_error(InputError, lambda: train(layer, context, optimizer, training.sync_gradients))
+        assert re.search(r"some parameters of expert \d have requires_grad=True on one of the ranks 0, 1", message)

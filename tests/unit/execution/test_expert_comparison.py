@@ -14,19 +14,24 @@ from ep_moe.parallel.rank_group import RankGroup
 @pytest.mark.parametrize(
     ("slots", "facts", "sentence"),
     [
-        ([[0, 1], [2, 0]], [[11, 1, 12, 0], [13, 0, 11, 2]], "copies of expert 0 on ranks 4, 6 differ"),
+        ([[0, 1], [2, 0]], [[11, 1, 0, 12, 0, 0], [13, 0, 0, 11, 2, 0]], "copies of expert 0 on ranks 4, 6 differ"),
+        (
+            [[0, 1], [2, 0]],
+            [[11, 1, 15, 12, 0, 0], [13, 0, 0, 11, 1, 7]],
+            "some parameters of expert 0 have requires_grad=True on one of the ranks 4, 6",
+        ),
         (
             [[0, 1], [2, 3]],
-            [[11, 0, 12, 0], [11, 0, 12, 0]],
+            [[11, 0, 0, 12, 0, 0], [11, 0, 0, 12, 0, 0]],
             "the experts of rank 6 have the values of rank 4's experts",
         ),
     ],
-    ids=["copies", "broadcast"],
+    ids=["copies", "frozen", "broadcast"],
 )
 def test_what_should_or_should_not_be_equal_is_named_by_the_ranks_of_the_job(slots, facts, sentence, monkeypatch):
     """Experts that should be equal, or should differ, raise an error that names the ranks of the job.
 
-    facts: for each rank, two checksums per slot: of a sample, and of a replica.
+    facts: for each rank and slot, two checksums, of a sample and of a replica, and which parameters learn.
     """
     expert_map = ExpertMap.from_ranks(slots, 1 + max(map(max, slots)))
     weights = Some(sharded=False, is_meta=False, local_experts=expert_map.local(0))
