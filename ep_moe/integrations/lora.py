@@ -240,17 +240,42 @@ def load_lora(model: nn.Module, folder: str | Path, *, trainable: bool = False) 
         model = add_lora(model, config)
         kept: Any = model.ep_moe_lora
         kept.init_lora_weights = initial  # as save_lora writes it
-        tensors = _load_experts(model, kept, tensors, folder)
-        tensors = _renamed(tensors, base, to_file=False)
-        expected = set(_of_peft(peft, model))
-        if odd := sorted(expected ^ tensors.keys()):
-            what = "is missing" if odd[0] in expected else "is in no module of the model"
-            raise CheckpointError(f"{folder}: {odd[0]} {what}")
-        if expected:
-            peft.set_peft_model_state_dict(model, tensors)
+        _load_all(peft, model, base, tensors, folder)
     if not trainable:
         model.requires_grad_(False)
     return model
+
+
+def load_factors(model: Any, folder: str | Path) -> None:
+    """Load an adapter of `save_lora` into the factors that a model has. Called by all ranks.
+
+    Args:
+        model: A model of `add_lora` or `load_lora`, with the targets that the adapter has.
+        folder: The adapter's folder.
+
+    Raises:
+        CheckpointError: On all ranks, if the adapter's tensors differ from the model's factors.
+    """
+    peft, folder = _peft(), Path(folder)
+    base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    with layers_with_layout(model)[0].layer.context.consensus.propagate_errors("load_factors"):
+        try:
+            tensors = load_file(folder / _FILE)
+        except Exception as error:
+            raise CheckpointError(f"{folder / _FILE} cannot be read: {error}") from error
+        _load_all(peft, model, base, tensors, folder)
+
+
+def _load_all(peft: Any, model: Any, base: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
+    """Copy the tensors of an adapter's file into all factors of a model."""
+    tensors = _load_experts(model, model.ep_moe_lora, tensors, folder)
+    tensors = _renamed(tensors, base, to_file=False)
+    expected = set(_of_peft(peft, model))
+    if odd := sorted(expected ^ tensors.keys()):
+        what = "is missing" if odd[0] in expected else "is in no module of the model"
+        raise CheckpointError(f"{folder}: {odd[0]} {what}")
+    if expected:
+        peft.set_peft_model_state_dict(model, tensors)
 
 
 @torch.no_grad()

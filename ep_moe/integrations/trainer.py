@@ -20,8 +20,9 @@ from ep_moe.checkpoint.conversion import in_file
 from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.checks import shown
 from ep_moe.errors import CheckpointError, ConfigError
+from ep_moe.integrations.lora import load_factors, save_lora
 from ep_moe.integrations.transformers import load_weights, moe_layers, save_pretrained
-from ep_moe.training import clip_grad_norm_
+from ep_moe.training import clip_grad_norm_, exclude_experts
 
 _LAYOUT = "expert_parallel.json"  # which experts each rank's optimizer state belongs to
 _RESUME = "load its weights with load_pretrained, and train without resume_from_checkpoint"
@@ -33,6 +34,8 @@ class ExpertParallelTrainer(Trainer):  # type: ignore[misc]  # untyped
     It takes the arguments of `Trainer`, and differs in three points. Gradients are clipped by the norm of the whole
     model. All ranks save together: a checkpoint has the files of `from_pretrained`, and the optimizer state of each
     rank, in a folder that all ranks share. A run resumes from such a checkpoint with the same ranks and expert maps.
+    For a model with adapters (`add_lora`, or PEFT's own outside the experts), a checkpoint has the adapter alone, in
+    PEFT's format.
 
     Dense parameters are averaged by `DistributedDataParallel`, which Trainer adds. Every rank has its own batches, so
     the context must be data-parallel only (`ParallelConfig(dp=...)`, the default of `EPContext.from_torchrun`).
@@ -56,6 +59,7 @@ class ExpertParallelTrainer(Trainer):  # type: ignore[misc]  # untyped
             )
         self._layers, self._ep_context = layers, layers[0].context
         self._check()
+        exclude_experts(self.model)  # a module around the model, such as a PeftModel, hides the model's own exclusion
         self.accelerator.clip_grad_norm_ = self._clip  # Trainer calls it also for the norm that it logs
 
     def _check(self) -> None:
@@ -91,7 +95,14 @@ class ExpertParallelTrainer(Trainer):  # type: ignore[misc]  # untyped
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = Path(output_dir or self.args.output_dir)
-        save_pretrained(self.model, folder)
+        if hasattr(self.model, "ep_moe_lora"):
+            save_lora(self.model, folder)
+        elif _peft_alone(self.model):
+            with self._ep_context.consensus.propagate_errors("ExpertParallelTrainer"):
+                if self.args.process_index == 0:
+                    self.model.save_pretrained(folder)
+        else:
+            save_pretrained(self.model, folder)
         if self.args.should_save:
             tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if tokenizer is not None:
@@ -124,6 +135,13 @@ class ExpertParallelTrainer(Trainer):  # type: ignore[misc]  # untyped
         self._load_weights(self.state.best_model_checkpoint)
 
     def _load_weights(self, folder: str) -> None:
+        if hasattr(self.model, "ep_moe_lora"):
+            load_factors(self.model, folder)
+            return
+        if _peft_alone(self.model):
+            with self._ep_context.consensus.propagate_errors("ExpertParallelTrainer"):
+                self.model.load_adapter(folder, self.model.active_adapter, is_trainable=True)
+            return
         with self._ep_context.consensus.propagate_errors("ExpertParallelTrainer"):
             source = CheckpointSource(folder, called=in_file)
         load_weights(self.model, ((name, source.raw(name)) for name in source.names()))
@@ -150,3 +168,8 @@ class ExpertParallelTrainer(Trainer):  # type: ignore[misc]  # untyped
             raise CheckpointError(
                 f"{folder} has the optimizer state of other expert maps; resume with those, or {_RESUME}"
             )
+
+
+def _peft_alone(model: Any) -> bool:
+    """Whether PEFT itself holds all adapters of a model: it writes and reads them, and no expert has any."""
+    return hasattr(model, "peft_config") and hasattr(model, "base_model") and hasattr(model, "load_adapter")

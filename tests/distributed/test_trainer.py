@@ -63,13 +63,13 @@ def numbers(trainer) -> torch.Tensor:
     return torch.tensor(found[-STEPS:])
 
 
-def expert_parallel_trainer(folder, world, expert_map=None, **options):
+def expert_parallel_trainer(folder, world, expert_map=None, adapter=lambda model: model, **options):
     from ep_moe.integrations.trainer import ExpertParallelTrainer
     from ep_moe.integrations.transformers import expert_parallel
 
     context = EPContext.from_groups(ParallelConfig(dp=world), device=rank_device(), deadline_s=60)
     model = expert_parallel(tiny_model("qwen3_moe").train().to(rank_device()), context, expert_map=expert_map)
-    return made(ExpertParallelTrainer, model, folder, world, **options)
+    return made(ExpertParallelTrainer, adapter(model), folder, world, **options)
 
 
 def same_files(found: Path, wanted: Path) -> None:
@@ -107,6 +107,72 @@ def test_a_run_is_that_of_one_process(world_size, options):
         again = expert_parallel_trainer(folder / "again", world_size, **options)
         again.train(resume_from_checkpoint=str(ours / f"checkpoint-{SAVED}"))
         torch.testing.assert_close(numbers(again)[SAVED:], numbers(plain)[SAVED:], rtol=BOUND, atol=BOUND)
+
+
+def plain_adapter(model, folder):
+    """Put PEFT's own adapter on attention alone, equal on all ranks."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    return get_peft_model(model, config)
+
+
+def expert_adapter(model, folder):
+    """Put an adapter on attention and experts; the first that has experts on ranks writes it for the others."""
+    from peft import LoraConfig, PeftModel
+
+    from ep_moe.integrations.lora import add_lora, load_lora, save_lora
+    from ep_moe.integrations.transformers import moe_layers
+
+    if not moe_layers(model):
+        return PeftModel.from_pretrained(model, folder / "adapter", is_trainable=True)
+    if (folder / "adapter").exists():
+        return load_lora(model, folder / "adapter", trainable=True)
+    torch.manual_seed(3)
+    names = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    model = add_lora(model, LoraConfig(r=4, lora_alpha=128, **names))
+    save_lora(model, folder / "adapter")
+    return model
+
+
+@distributed(1, 2)
+@pytest.mark.parametrize("adapter", [plain_adapter, expert_adapter])
+def test_adapters_are_trained_saved_and_resumed(world_size, adapter):
+    pytest.importorskip("peft")
+    from transformers import Trainer
+
+    folder = Path(gather_from_all_ranks(tempfile.mkdtemp())[0])
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": SAVED, "greater_is_better": True}
+    quiet()
+    with launched(world_size):
+        trainer = expert_parallel_trainer(folder / "ours", world_size, adapter=lambda m: adapter(m, folder), **best)
+        trainer.train()
+        evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        assert evaluated[0] - evaluated[1] > 1e-3, "the first checkpoint is the one with the largest loss"
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(evaluated[0], rel=1e-6), "the first checkpoint's"
+        saved = folder / "ours" / f"checkpoint-{SAVED}"
+        assert (saved / "adapter_model.safetensors").exists()
+        assert not (saved / "model.safetensors").exists()
+        again = expert_parallel_trainer(folder / "again", world_size, adapter=lambda m: adapter(m, folder))
+        again.train(resume_from_checkpoint=str(saved))
+        torch.testing.assert_close(numbers(again)[SAVED:], numbers(trainer)[SAVED:], rtol=BOUND, atol=BOUND)
+    with launched(1):
+        model = adapter(tiny_model("qwen3_moe").train(), folder)
+        plain = made(Trainer, model, folder / f"plain{dist.get_rank()}", 1, save_total_limit=1)
+        plain.train()
+        torch.testing.assert_close(numbers(trainer), numbers(plain), rtol=BOUND, atol=BOUND)
+
+
+@distributed(2)
+def test_an_adapter_that_cannot_be_read_is_refused_on_all_ranks(world_size):
+    pytest.importorskip("peft")
+    folder = Path(gather_from_all_ranks(tempfile.mkdtemp())[0])
+    quiet()
+    with launched(world_size):
+        trainer = expert_parallel_trainer(folder / "ours", world_size, adapter=lambda m: expert_adapter(m, folder))
+        text = same_error(CheckpointError, lambda: trainer.train(resume_from_checkpoint=str(folder)))
+        assert "adapter_model.safetensors cannot be read" in text
 
 
 @distributed(2)
