@@ -37,6 +37,8 @@ _NOT_IN_STEP = (
     "all ranks; call model.generate on all ranks, which keeps them in step, without cache_implementation='paged'"
 )
 
+_MOST_LAYERS = 2**16  # an announcement is a model's number times this, plus the number of layers that it will run
+
 _OTHER_CONTEXT = (
     "assistant_model has layers of another EPContext, so ranks in one model would wait for ranks in the other; load "
     "it with the same context as this model"
@@ -94,7 +96,7 @@ class GenerationSync:
 
     def __init__(self, context: EPContext) -> None:
         self._context, self._rank_group = context, context.rank_groups["lockstep"]
-        self._models: list[weakref.ref[PreTrainedModel]] = []
+        self._models: list[tuple[weakref.ref[PreTrainedModel], weakref.ref[PreTrainedModel]]] = []  # whole and inner
         self._depth = 0  # nested calls of generate: an assistant model's runs inside the main model's
         self._serving = self._inside = False  # in an idle step for other ranks; in a forward of this rank
 
@@ -112,7 +114,7 @@ class GenerationSync:
         inner: the model that holds the decoder layers
         """
         number = len(self._models)
-        self._models.append(weakref.ref(model))
+        self._models.append((weakref.ref(model), weakref.ref(inner)))
         generate = type(model).generate
         signature = inspect.signature(generate)
 
@@ -133,7 +135,9 @@ class GenerationSync:
                 if hasattr(model, name):
                     setattr(model, name, functools.partial(self._refuse_continuous, name))
             # before all other hooks, because an idle step runs those too
-            inner.register_forward_pre_hook(lambda *_: self._before(number), prepend=True)
+            inner.register_forward_pre_hook(
+                lambda one, *_: self._before(number * _MOST_LAYERS + _layers_run(one)), prepend=True
+            )
             inner.register_forward_hook(lambda *_: self._after())
 
     def _refuse_continuous(self, name: str, *_: Any, **__: Any) -> None:
@@ -142,14 +146,14 @@ class GenerationSync:
         There a thread of transformers calls the model as often as this rank's requests need. It may replay CUDA graphs
         without running our hooks, and it returns a short output instead of raising an exception.
         """
-        self._next_model(None, f"{name}: {_NOT_IN_STEP}")
+        self._next_forward(None, f"{name}: {_NOT_IN_STEP}")
 
     def _run(self, given: inspect.BoundArguments, generate: Callable[[], Any]) -> Any:
         self._depth += 1
         self._inside = False
         try:
             if self._rank_group.size > 1 and self._is_of_others(_argument(given, "assistant_model")):
-                self._next_model(None, _OTHER_CONTEXT)
+                self._next_forward(None, _OTHER_CONTEXT)
             with self._random_state_of_tp():
                 empty = _empty(given)
                 found = generate() if empty is None else empty
@@ -169,13 +173,16 @@ class GenerationSync:
         return any(isinstance(one, MoELayer) and one.context is not self._context for one in modules)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _before(self, model: int) -> None:
-        """Before a forward of this model, join the forwards of other models that peers announced first."""
+    def _before(self, forward: int) -> None:
+        """Before a forward of this model, join the forwards of other models that peers announced first.
+
+        `assistant_early_exit` of `generate` runs the first layers of the same model, and counts as another model.
+        """
         if not self._depth or self._serving:
             return
-        while (next_model := self._next_model(model)) != model:
-            assert next_model is not None
-            self._idle(next_model)
+        while (announced := self._next_forward(forward)) != forward:
+            assert announced is not None
+            self._idle(announced)
         self._inside = True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -185,30 +192,36 @@ class GenerationSync:
 
     def _finish(self) -> None:
         """Join the forwards of the other ranks until all ranks have finished."""
-        while (next_model := self._next_model(None)) is not None:
-            self._idle(next_model)
+        while (announced := self._next_forward(None)) is not None:
+            self._idle(announced)
 
-    def _next_model(self, model: int | None, problem: str | None = None) -> int | None:
-        """Agree with all ranks on the model whose forward comes next: the lowest number announced.
+    def _next_forward(self, forward: int | None, problem: str | None = None) -> int | None:
+        """Agree with all ranks on the forward that comes next: the lowest number announced.
 
-        model: the number of the model that this rank wants to call; None if it has finished
+        forward: the model that this rank wants to call, and the number of its layers; None if the rank has finished
 
         Returns None when all ranks have finished. A problem of any rank is raised on all of them.
         """
         if self._rank_group.size == 1:
-            return model
+            return forward
         with self._context._begin_call("generate"), self._rank_group.flight_recorder.step("generate"):
-            rows = self._rank_group.agree([0 if model is None else model + 1], problem, self._context.device)
+            rows = self._rank_group.agree([0 if forward is None else forward + 1], problem, self._context.device)
         return min((row[0] - 1 for row in rows if row[0]), default=None)
 
     @torch.no_grad()
-    def _idle(self, number: int) -> None:
-        model = self._models[number]()
-        assert model is not None, "models live on all ranks alike"
+    def _idle(self, forward: int) -> None:
+        number, layers = divmod(forward, _MOST_LAYERS)
+        model, inner = (one() for one in self._models[number])
+        assert model is not None and inner is not None, "models live on all ranks alike"  # noqa: PT018
+        own = _layers_run(inner)
         self._serving = True
         try:
+            if layers != own:
+                inner.config.num_hidden_layers = layers
             idle_step(model)
         finally:
+            if layers != own:
+                inner.config.num_hidden_layers = own
             self._serving = False
 
     def _report_failure(self, error: Exception) -> None:
@@ -219,7 +232,7 @@ class GenerationSync:
             self._context._report_exception(error)
             return
         with suppress(EPMoEError):
-            self._next_model(None, f"generate raised {type(error).__name__}: {error}")
+            self._next_forward(None, f"generate raised {type(error).__name__}: {error}")
 
     @contextmanager
     def _random_state_of_tp(self) -> Iterator[None]:
@@ -239,6 +252,11 @@ class GenerationSync:
         finally:
             if rank_group.rank:
                 _set_random_state(own, device)
+
+
+def _layers_run(inner: nn.Module) -> int:
+    """Return how many layers a model's forward runs, which transformers reads from its configuration at each call."""
+    return int(getattr(getattr(inner, "config", None), "num_hidden_layers", None) or 0)
 
 
 def _random_state(device: torch.device) -> Tensor:

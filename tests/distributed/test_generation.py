@@ -117,6 +117,21 @@ def test_two_models_of_one_context(world_size):
 
 
 @distributed(2)
+def test_early_exit_runs_fewer_layers_on_one_rank(world_size):
+    """`assistant_early_exit` drafts by the first layers of the same model. Ranks draft unequally often."""
+    context, model, plain = made({"dp": 2}, "qwen3_moe")
+    with context:
+        ids = prompt(context.layout, 1)
+        how = {"max_new_tokens": 4 + 4 * context.layout.dp_rank} | GREEDY
+        expected = plain.generate(ids, **how)
+        assert torch.equal(model.generate(ids, assistant_early_exit=1, **how), expected)
+        early = {"assistant_early_exit": 1} if context.layout.dp_rank else {}
+        assert torch.equal(model.generate(ids, **early, **how), expected), "one rank alone"
+        assert model.config.num_hidden_layers == plain.config.num_hidden_layers
+        assert torch.equal(model.generate(ids, **how), expected)
+
+
+@distributed(2)
 def test_an_assistant_of_another_context_is_refused(world_size):
     """An assistant model of another context is refused.
 
@@ -185,7 +200,7 @@ def test_continuous_batching_is_refused_on_all_ranks(world_size):
 @distributed(2)
 def test_synced_gpus_that_is_off_stays_off(world_size):
     context, model, plain = made({"dp": 2})
-    with context, mock.patch.object(GenerationSync, "_next_model", side_effect=AssertionError("an exchange")):
+    with context, mock.patch.object(GenerationSync, "_next_forward", side_effect=AssertionError("an exchange")):
         ids, how = prompt(context.layout), {"max_new_tokens": 3} | GREEDY
         assert torch.equal(model.generate(ids, **how, synced_gpus=False), plain.generate(ids, **how))
 

@@ -30,16 +30,20 @@ def test_idle_steps_are_for_models_with_blocks():
 def test_an_idle_step_that_raised_is_over(monkeypatch):
     """An idle step that raised is over, so the next `generate` of this rank meets its peers again."""
     generation = object.__new__(forward_sync.GenerationSync)
-    generation._models, generation._serving = [lambda: torch.nn.Identity()], False
+    inner = torch.nn.Identity()
+    inner.config = SimpleNamespace(num_hidden_layers=3)
+    generation._models, generation._serving = [(torch.nn.Identity, lambda: inner)], False
 
     def refused(model):
         assert generation._serving
+        assert inner.config.num_hidden_layers == 2, "as the peer that leaves a layer out"
         raise InputError("rank 1: x")
 
     monkeypatch.setattr(forward_sync, "idle_step", refused)
     with pytest.raises(InputError):
-        generation._idle(0)
+        generation._idle(2)
     assert not generation._serving
+    assert inner.config.num_hidden_layers == 3
 
 
 class Experts(torch.nn.Module):
@@ -200,13 +204,13 @@ def generation(size=2, failed=False):
     )
     made._rank_group, made._depth, made._inside = SimpleNamespace(size=size), 0, False
 
-    def next_model(model, problem=None):
-        sent.append((model, problem))
+    def next_forward(forward, problem=None):
+        sent.append((forward, problem))
         if problem is not None:
             raise InputError(problem)
-        return model
+        return forward
 
-    made._next_model = next_model
+    made._next_forward = next_forward
     return made, sent
 
 

@@ -137,7 +137,10 @@ def test_peers_are_asked_before_all_other_hooks_of_a_forward():
     made, _ = in_group(2)
     model, order = Model(), []
     model.register_forward_pre_hook(lambda *_: order.append("another"))
-    made._before, made._after = lambda number: order.append(number), lambda: order.append("after")
+    made._before, made._after = (
+        lambda forward: order.append(forward // forward_sync._MOST_LAYERS),
+        lambda: order.append("after"),
+    )
     made.attach(nn.Identity.__new__(type("First", (nn.Identity,), {"generate": lambda self: None})), nn.Identity())
     made.attach(model, model)
     model()
@@ -151,7 +154,7 @@ def test_peers_are_asked_within_generate_alone(depth, serving, asks):
     turns = iter([4, 4, 7])
     asked = []
     made._depth, made._serving = depth, serving
-    made._next_model = lambda model: asked.append(model) or next(turns)
+    made._next_forward = lambda forward: asked.append(forward) or next(turns)
     made._idle = served.append
     made._before(7)
     assert asked == [7] * 3 * asks
