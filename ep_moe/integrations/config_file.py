@@ -157,5 +157,8 @@ def _check_sizes(config: Any, file: Path) -> None:
         size = getattr(config, name, None)
         if size is None and each in _SIZES_IF_ANY:
             continue
-        if type(size) is not int or size < 1:
+        sizes: list[Any] = [size]
+        if isinstance(size, list) and isinstance(getattr(type(config)(), name, None), list | tuple):
+            sizes = size or [None]  # the class has several sizes: ERNIE 4.5 VL's of experts for text and for images
+        if any(type(one) is not int or one < 1 for one in sizes):
             raise CheckpointError(f"{file}: {name} must be a positive integer, got {size!r}; mend the file")

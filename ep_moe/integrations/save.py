@@ -131,8 +131,10 @@ def save_model(parts: ModelParts, folder: Path, *, original: bool, shard_bytes: 
         with swapped(model, parts.places):
             if writer is not None:
                 problem = _tried(lambda: _write(writer, model, untied(model, rest), original))
-            for one in experts:
-                whole = _gathered(one)
+            for _, group in groupby(experts, _decoder_layer):
+                whole = dict[str, Tensor]()
+                for one in group:  # transformers joins the experts for text and for images of a layer (ERNIE 4.5 VL)
+                    whole |= _gathered(one)
                 if writer is not None and problem is None:
                     problem = _tried(partial(_write, writer, model, whole, original))
         if writer is not None and problem is None:
@@ -215,6 +217,12 @@ def untied(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _write(writer: _Writer, model: Any, tensors: dict[str, Tensor], original: bool) -> None:
     writer.write(revert_weight_conversion(model, tensors) if original else tensors)
+
+
+def _decoder_layer(one: LayerWithLayout) -> str:
+    """Return the name of a layer's experts up to its first number, or the whole name."""
+    found = re.match(r"(.*?\.\d+)\.", one.name)
+    return found[1] if found else one.name
 
 
 @torch.no_grad()

@@ -1,17 +1,20 @@
 """Models with images, videos or sounds, where one rank has only text, equal the original models."""
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 from transformers import LlavaForConditionalGeneration
 
-from ep_moe import EPContext
+from ep_moe import CheckpointError, EPContext
 from ep_moe.integrations.generic import ExpertParallelExperts
 from ep_moe.integrations.transformers import expert_parallel, load_pretrained, moe_layers, save_pretrained
 from ep_moe.testing import distributed, rank_device
-from tests.fixtures.checkpoint_files import quiet, save
-from tests.fixtures.distributed_cases import gather_from_all_ranks
+from tests.fixtures.checkpoint_files import quiet, save, tensors_of
+from tests.fixtures.distributed_cases import gather_from_all_ranks, same_error
 from tests.fixtures.transformers_models import (
     tiny_ids,
     tiny_llava,
@@ -97,6 +100,26 @@ def test_gradients_where_one_rank_has_an_image(world_size):
                 torch.testing.assert_close(own, grad, rtol=0, atol=BOUND * float(theirs.down_proj.grad.abs().max()))
                 used += "vision_moe" in name and bool(grad.any())
         assert sum(gather_from_all_ranks(used)), "no expert of image rows was used"
+
+
+@distributed(1, 2)
+def test_experts_for_text_and_for_images_are_saved_together(world_size):
+    """transformers joins both modules of experts of a layer in published files (ERNIE 4.5 VL)."""
+    quiet()
+    folder = Path(gather_from_all_ranks(tempfile.mkdtemp())[0])
+    plain, model = model_of("ernie4_5_vl_moe"), model_of("ernie4_5_vl_moe")
+    with EPContext.from_groups(device=rank_device()) as context:
+        expert_parallel(model, context)
+        save_pretrained(model, folder / "ours")
+        if dist.get_rank() == 0:
+            save(plain, folder / "theirs")
+            ours, theirs = tensors_of(folder / "ours"), tensors_of(folder / "theirs")
+            assert ours.keys() == theirs.keys()
+            for name, tensor in theirs.items():
+                assert torch.equal(ours[name], tensor.cpu()), name
+        text = same_error(CheckpointError, lambda: load_pretrained(folder / "ours", context, progress=False))
+        assert "moe_intermediate_size" not in text, "a list of sizes is not a mistake of the file"
+        dist.barrier()
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import pytest
 from ep_moe import CheckpointError
 from ep_moe.integrations.config_file import read_config, read_generation_config
 from tests.fixtures.checkpoint_files import quiet, tiny_config
+from tests.fixtures.transformers_models import tiny_transformers_model
 
 pytest.importorskip("transformers")
 SIZES = [
@@ -26,6 +27,29 @@ def test_a_size_is_a_positive_integer(name, size, tmp_path):
     assert read_config(tmp_path).model_type == "qwen3_moe"
     file.write_text(json.dumps(json.loads(file.read_text()) | {name: size}))
     with pytest.raises(CheckpointError, match=rf"config\.json: {name} must be a positive integer, got {size}"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "allowed"),
+    [
+        ("ernie4_5_vl_moe", [48, 32], True),
+        ("ernie4_5_vl_moe", [48, 0], False),
+        ("ernie4_5_vl_moe", [], False),
+        ("qwen3_moe", [48, 32], False),
+    ],
+)
+def test_several_sizes_are_those_of_a_family_that_has_them(kind, size, allowed, tmp_path):
+    quiet()
+    tiny_transformers_model(kind).config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    raw = json.loads(file.read_text())
+    raw.get("text_config", raw)["moe_intermediate_size"] = size
+    file.write_text(json.dumps(raw))
+    if allowed:
+        assert read_config(tmp_path).moe_intermediate_size == size
+        return
+    with pytest.raises(CheckpointError, match=r"config\.json.*moe_intermediate_size"):
         read_config(tmp_path)
 
 
