@@ -104,8 +104,14 @@ def export_weights(model: PreTrainedModel, *, save_original_format: bool = True)
         layers.setdefault(layer_prefix(name), {})[name] = tensor
     for layer in dict.fromkeys([*layers, *(layer_prefix(one.name) for one in parts.experts)]):
         yield from renamed({name: full(tensor) for name, tensor in layers.get(layer, {}).items()}).items()
-        for one in (each for each in parts.experts if layer_prefix(each.name) == layer):
-            yield from _exported(one, renamed)
+        modules = [each for each in parts.experts if layer_prefix(each.name) == layer]
+        if len(modules) == 1:
+            yield from _exported(modules[0], renamed)
+            continue
+        together = dict[str, Tensor]()  # transformers converts a layer's experts for text and for images at once
+        for one in modules:
+            together |= gather_experts(one, range(one.layout.experts))
+        yield from renamed(together).items()
 
 
 def _exported(

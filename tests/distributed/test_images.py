@@ -11,7 +11,13 @@ from transformers import LlavaForConditionalGeneration
 
 from ep_moe import CheckpointError, EPContext
 from ep_moe.integrations.generic import ExpertParallelExperts
-from ep_moe.integrations.transformers import expert_parallel, load_pretrained, moe_layers, save_pretrained
+from ep_moe.integrations.transformers import (
+    expert_parallel,
+    export_weights,
+    load_pretrained,
+    moe_layers,
+    save_pretrained,
+)
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.checkpoint_files import quiet, save, tensors_of
 from tests.fixtures.distributed_cases import gather_from_all_ranks, same_error
@@ -111,12 +117,14 @@ def test_experts_for_text_and_for_images_are_saved_together(world_size):
     with EPContext.from_groups(device=rank_device()) as context:
         expert_parallel(model, context)
         save_pretrained(model, folder / "ours")
+        exported = dict(export_weights(model))
         if dist.get_rank() == 0:
             save(plain, folder / "theirs")
             ours, theirs = tensors_of(folder / "ours"), tensors_of(folder / "theirs")
-            assert ours.keys() == theirs.keys()
+            assert ours.keys() == exported.keys() == theirs.keys()
             for name, tensor in theirs.items():
-                assert torch.equal(ours[name], tensor.cpu()), name
+                assert torch.equal(ours[name], tensor), name
+                assert torch.equal(exported[name].cpu(), tensor), name
         text = same_error(CheckpointError, lambda: load_pretrained(folder / "ours", context, progress=False))
         assert "moe_intermediate_size" not in text, "a list of sizes is not a mistake of the file"
         dist.barrier()
