@@ -25,7 +25,6 @@ from ep_moe.integrations.transformers import load_weights, moe_layers, save_pret
 from ep_moe.training import clip_grad_norm_, exclude_experts
 
 _LAYOUT = "expert_parallel.json"  # which experts each rank's optimizer state belongs to
-_RESUME = "load its weights with load_pretrained, and train without resume_from_checkpoint"
 
 
 class ExpertParallelTrainer(Trainer):  # type: ignore[misc]  # untyped
@@ -154,19 +153,26 @@ class ExpertParallelTrainer(Trainer):  # type: ignore[misc]  # untyped
         return {"ranks": self.args.world_size, "maps": [layer.placement.expert_map.digest for layer in self._layers]}
 
     def _check_layout(self, folder: Path) -> None:
+        if hasattr(self.model, "ep_moe_lora"):
+            loaded = "the adapter with load_lora(..., trainable=True)"
+        elif _peft_alone(self.model):
+            loaded = "the adapter with PeftModel.from_pretrained(..., is_trainable=True)"
+        else:
+            loaded = "its weights with load_pretrained"
+        otherwise = f"load {loaded}, and train without resume_from_checkpoint"
         if not (folder / _LAYOUT).exists():
             raise CheckpointError(
-                f"{folder} has no {_LAYOUT}, so its optimizer state was not saved by ExpertParallelTrainer; {_RESUME}"
+                f"{folder} has no {_LAYOUT}, so its optimizer state was not saved by ExpertParallelTrainer; {otherwise}"
             )
         saved, ours = json.loads((folder / _LAYOUT).read_text()), self._layout_facts()
         if saved["ranks"] != ours["ranks"]:
             raise CheckpointError(
                 f"{folder} has the optimizer state of {saved['ranks']} ranks, and there are {ours['ranks']}; resume "
-                f"with {saved['ranks']} ranks, or {_RESUME}"
+                f"with {saved['ranks']} ranks, or {otherwise}"
             )
         if saved["maps"] != ours["maps"]:
             raise CheckpointError(
-                f"{folder} has the optimizer state of other expert maps; resume with those, or {_RESUME}"
+                f"{folder} has the optimizer state of other expert maps; resume with those, or {otherwise}"
             )
 
 

@@ -157,6 +157,12 @@ def test_adapters_are_trained_saved_and_resumed(world_size, adapter):
         again = expert_parallel_trainer(folder / "again", world_size, adapter=lambda m: adapter(m, folder))
         again.train(resume_from_checkpoint=str(saved))
         torch.testing.assert_close(numbers(again)[SAVED:], numbers(trainer)[SAVED:], rtol=BOUND, atol=BOUND)
+        if dist.get_rank() == 0:
+            os.remove(saved / "expert_parallel.json")
+        dist.barrier()
+        text = same_error(CheckpointError, lambda: again.train(resume_from_checkpoint=str(saved)))
+        reader = "PeftModel.from_pretrained" if adapter is plain_adapter else "load_lora"
+        assert f"load the adapter with {reader}(" in text
     with launched(1):
         model = adapter(tiny_model("qwen3_moe").train(), folder)
         plain = made(Trainer, model, folder / f"plain{dist.get_rank()}", 1, save_total_limit=1)
