@@ -28,7 +28,7 @@ def trainer_with(ranks=2, token_ranks=2, gpus=1, fsdp=False, deepspeed=False, fp
     made = object.__new__(ExpertParallelTrainer)
     made.args, made.is_fsdp_enabled, made.is_deepspeed_enabled = arguments, fsdp, deepspeed
     made._ep_context = SimpleNamespace(layout=SimpleNamespace(world=2, token_ranks=token_ranks))
-    made._layers = []
+    made._layers, made.model = [], SimpleNamespace()
     return made
 
 
