@@ -74,7 +74,7 @@ def test_tensors_of_a_users_class_are_computed_as_plain_ones(world_size):
 
 @distributed(2)
 def test_functional_call_takes_the_share_of_an_etp_rank(world_size):
-    """A whole tensor in the place of an etp rank's share is refused: each etp rank would add the whole expert."""
+    """A whole tensor instead of an etp rank's shard is refused: each etp rank would add the whole expert."""
     parallel = ParallelConfig(tp=2, etp=2)
     with EPContext.from_groups(parallel, device=rank_device(), deadline_s=10) as context:
         layer = fill(MoELayer(CONFIG, context))

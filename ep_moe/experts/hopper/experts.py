@@ -264,12 +264,7 @@ class Bf16TritonExperts(HopperExperts):
         return y, (kept, routes.slots, routes.ends, routes.source)
 
     def records_training(self, rows: int) -> bool:
-        from ep_moe.experts.hopper import gradients
-
-        if self.options.exact or not self.weights.num_slots:
-            return False
-        w13 = self.weights.stored_tensors()["w13"]
-        return rows * self.config.top_k * w13.shape[1] * w13.itemsize <= gradients.UNCOUNTED
+        return not self.options.exact and self.weights.num_slots > 0 and self._step_shape(rows).uncounted
 
     def _trained(self, stored: Mapping[str, Tensor]) -> TrainedStep:
         from ep_moe.experts.hopper import gradients

@@ -100,6 +100,7 @@ class Routes:
         return out
 
     def sum(self, pairs: Tensor, weights: Tensor | None, out: Tensor | PeerRows) -> Tensor | PeerRows:
+        """Sum the rows of each token's pairs into `out`, and return it."""
         peer_out = route_sort.PeerAddresses.of(out) if isinstance(out, PeerRows) else None
         to = out.blocks[out.rank] if isinstance(out, PeerRows) else out
         route_sort.reduce(
@@ -187,6 +188,8 @@ class TrainedStep:
         self._product(self._rounded(grad, routes) if self.float8 else rows, self.w2, routes, da, turned=True)
         dh = h if overwrites else allocate("dh", (pairs if reads_dh else 0, h.shape[1]), x.dtype)
         rounded = Float8Rows.empty(x, *h.shape) if self.float8 else None
+        if overwrites:  # autograd then refuses to run this node again, such as after an exception within it
+            torch.autograd.graph.increment_version(h)
         kernels.differentiate(
             h, da, numbers, weights, routes.ends, *_activation(self.config), grad_weights=dweights,
             weighted=da if "w2" in wanted else None, grad_h=dh if reads_dh else None, rounded=rounded,
@@ -274,7 +277,7 @@ class _WeightGradient:
 
 
 def _results(x: Tensor, peer_out: PeerRows | None) -> Tensor | PeerRows:
-    """Return memory for a row for each of x. Ask for it late: as many bytes more are needed from then on."""
+    """Return memory for results, one row for each row of x. Call this after operands are freed."""
     return torch.empty_like(x) if peer_out is None else peer_out
 
 

@@ -35,9 +35,14 @@ class StepShape:
         return self.rows * self.config.top_k
 
     @property
+    def uncounted(self) -> bool:
+        """Whether all possible pairs have memory, so that the host need not wait for their number (`Routes.sort`)."""
+        return self.routes * self.first * self.itemsize <= UNCOUNTED
+
+    @property
     def pairs(self) -> int:
-        """The number of pairs for which memory is allocated (`Routes.sort`)."""
-        if self.routes * self.first * self.itemsize <= UNCOUNTED:
+        """The number of pairs that have memory."""
+        if self.uncounted:
             return self.routes
         return round(self.rows * expected_pairs(self.config, self.slots, self.config.top_k))
 

@@ -112,4 +112,6 @@ def test_a_gradient_overwrites_products_that_nothing_reads_again(recompute, kept
     with without_kernels(), mock.patch.object(TrainedStep, "_first", return_value=computed):
         backward(ROWS, True, recompute=recompute)
         given = gradients.kernels.differentiate.call_args
-    assert (given.kwargs["grad_h"] is given.args[0]) == (recompute or not kept)
+    overwritten = recompute or not kept
+    assert (given.kwargs["grad_h"] is given.args[0]) == overwritten
+    assert given.args[0]._version == overwritten, "autograd must not read it again, such as after an exception"
