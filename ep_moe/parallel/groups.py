@@ -5,6 +5,7 @@ Only this module and the command line read environment variables.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
@@ -72,7 +73,11 @@ class TorchrunEnv:
 
 
 def init_from_torchrun(device: torch.device, *, deadline_s: float) -> None:
-    """Create the default process group from torchrun's environment, unless there is one already."""
+    """Create the default process group from torchrun's environment, unless there is one already.
+
+    A group that is created here ends with the process: users who did not create it do not end it, and NCCL warns of
+    groups that are left at exit.
+    """
     if not dist.is_initialized():
         TorchrunEnv.read()  # raises an error that names a missing variable
         dist.init_process_group(
@@ -80,6 +85,16 @@ def init_from_torchrun(device: torch.device, *, deadline_s: float) -> None:
             timeout=timedelta(seconds=seconds_or_default(deadline_s)),
             device_id=device if device.type == "cuda" else None,
         )
+        atexit.register(_end_group, dist.group.WORLD)
+
+
+def _end_group(group: ProcessGroup | None) -> None:
+    """End the default process group, unless the user did, or the process ends by an exception.
+
+    After an exception peers may be within an exchange, and end by its error.
+    """
+    if dist.is_initialized() and dist.group.WORLD is group and getattr(sys, "last_value", None) is None:
+        dist.destroy_process_group()
 
 
 def seconds_or_default(deadline_s: object) -> float:

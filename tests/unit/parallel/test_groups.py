@@ -1,5 +1,9 @@
 """Test names that all ranks derive equally on their own, and the environment of torchrun."""
 
+import os
+import socket
+import subprocess
+import sys
 from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace as Some
@@ -52,6 +56,32 @@ def test_torchruns_environment_is_incomplete(env, sentence, monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"^environment variable {sentence}"):
         TorchrunEnv.read()
+
+
+LEAVES = """
+import atexit, sys, torch, torch.distributed as dist
+atexit.register(lambda: print("at exit:", dist.is_initialized()))
+from ep_moe.parallel.groups import init_from_torchrun
+init_from_torchrun(torch.device("cpu"), deadline_s=30)
+print("before:", dist.is_initialized())
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "left"), [("", False), ("sys.exit(0)", False), ("dist.destroy_process_group()", False), ("1 / 0", True)]
+)
+def test_a_default_group_of_ours_ends_with_the_process(last, left, tmp_path):
+    """It is left after an exception: peers may be within an exchange, and should see why it ends."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVES + last], env={**os.environ, **env, "MASTER_PORT": str(port)}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.stdout.split("\n")[:2], done.returncode) == (["before: True", f"at exit: {left}"], int(left)), (
+        done.stderr
+    )
 
 
 def test_torchruns_environment(monkeypatch):
