@@ -307,11 +307,17 @@ class Bf16TritonExperts(HopperExperts):
         into = into or {}
         returned = {name: wanted[name] and name not in into for name in stored}
         learning = self._learning(stored)
-        made = {name: torch.empty_like(stored[name]) for name in learning if returned[name]}
-        outs = {name: GradientOut(out) for name, out in made.items()} | dict(into)
+        made: dict[str, Tensor] = {}
+
+        def write(name: str, product: WeightProduct) -> None:
+            if name not in into:
+                made[name] = torch.empty_like(stored[name])  # not before, for less memory at once
+            product(into[name] if name in into else GradientOut(made[name]))
+
+        asked = [name for name in learning if returned[name] or name in into]
         x, weights = self._backward(
-            received, saved, stored, grad, outs, lambda name, product: product(outs[name]), new_tensors(grad.device),
-            peer_out, overwrites=self.options.recompute or not graph_is_kept(),
+            received, saved, stored, grad, asked, write, new_tensors(grad.device), peer_out,
+            overwrites=self.options.recompute or not graph_is_kept(),
         )  # fmt: skip
         apart = {name: torch.zeros_like(stored[name]) for name in stored if returned[name] and name not in learning}
         return StepGradients(x, weights, {**dict.fromkeys(stored), **made, **apart})

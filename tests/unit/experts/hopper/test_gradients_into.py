@@ -115,3 +115,14 @@ def test_a_gradient_overwrites_products_that_nothing_reads_again(recompute, kept
     overwritten = recompute or not kept
     assert (given.kwargs["grad_h"] is given.args[0]) == overwritten
     assert given.args[0]._version == overwritten, "autograd must not read it again, such as after an exception"
+
+
+def test_a_gradient_is_allocated_when_it_is_computed():
+    """The gradient of w13, the larger matrix, needs no memory while that of w2 is computed."""
+    done, empty_like = [], torch.empty_like
+    with without_kernels() as product, mock.patch.object(torch, "empty_like") as made:
+        made.side_effect = lambda given: done.append(tuple(given.shape[1:])) or empty_like(given)
+        product.side_effect = lambda *_, **__: done.append("product")
+        backward(ROWS, True)
+    matrices = [one for one in done if one in {"product", (HIDDEN, INNER), (2 * INNER, HIDDEN)}]
+    assert matrices == [(HIDDEN, INNER), "product", (2 * INNER, HIDDEN), "product"]
