@@ -368,7 +368,7 @@ def test_ranks_in_the_backward_of_different_layers_are_named(ep, world_size):
     if rank_device().type != "cpu":
         pytest.skip("on GPUs the comparison would wait for the device")
     with EPContext.from_groups(P(dp=2, ep=ep), device=rank_device(), deadline_s=20) as context:
-        layers, x = [MoELayer(FLOAT, context) for _ in range(2)], integer_rows(3, 16, dist.get_rank())
+        layers, x = [MoELayer(FLOAT, context) for _ in range(2)], integer_rows(3, 16, dist.get_rank()).to(rank_device())
         losses = [layer(x).sum() for layer in layers]
         text = same_error(InputError, losses[dist.get_rank()].backward)
         assert "rank 0 is in 'the backward of moe0', rank 1 in 'the backward of moe1'" in text
@@ -408,7 +408,7 @@ def test_gpus_in_the_backward_of_different_layers_are_named(first, world_size, m
     """
     monkeypatch.setattr(rank_comparison, "meets_before_sums", lambda device: False)
     with EPContext.from_groups(P(dp=2, ep=1), device=rank_device(), deadline_s=20) as context:
-        layers, x = [MoELayer(FLOAT, context) for _ in range(2)], integer_rows(3, 16, dist.get_rank())
+        layers, x = [MoELayer(FLOAT, context) for _ in range(2)], integer_rows(3, 16, dist.get_rank()).to(rank_device())
         other = dist.get_rank()
 
         def backward(odd):
