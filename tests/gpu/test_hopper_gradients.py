@@ -164,6 +164,15 @@ def test_room_for_pairs_that_do_not_come(room, ranks, monkeypatch):
     assert max(errors(found[:2] + found[3:], wanted[:2] + wanted[3:])) < BOUND
 
 
+def test_rows_copied_before_the_first_product_give_the_bits_of_gathered_rows(monkeypatch):
+    given = case(700, 4, 8, 256, 128, Activation.SWIGLU, 0.3)
+    found = []
+    for copied in (False, True):
+        monkeypatch.setattr(gradients, "copies_first", lambda *_, copied=copied: copied)
+        found.append(ours(*given))
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))
+
+
 def test_rows_of_the_next_expert_have_no_part():
     """An expert's weight gradient uses no row of the next expert, wherever its rows end within a block of 64.
 

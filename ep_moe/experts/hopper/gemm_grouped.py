@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ep_moe.quant.kernels import NO_SCALES, BlockScales, MatrixScales, RowScales
 from ep_moe.runtime import nvrtc
-from ep_moe.runtime.devices import multiprocessors
+from ep_moe.runtime.devices import memory_rate, multiprocessors
 from ep_moe.runtime.launch_cache import Launch, launch_directly
 from ep_moe.types import Activation
 
@@ -58,6 +58,8 @@ class Tiles:
         return WEIGHTS // 2 if self.pingpong else WEIGHTS
 
 
+# A copy of rows takes as long as the product of so many columns, measured on an H200 at its memory rate in bytes/s
+_COPY_COLUMNS, _RATE = 212, 4.8e12
 _NO_CODES = ((0, c_void_p), (0, c_void_p))
 PINGPONG = Tiles(192, stages=5, pingpong=True)
 CANDIDATES = (Tiles(96), Tiles(112), Tiles(128), Tiles(144), Tiles(160), Tiles(192, stages=3), PINGPONG)
@@ -73,11 +75,25 @@ def tiles_for(rows: float, w: Tensor, spare_sms: int = 0, *, gathered: bool = Fa
     """
     if blocks:
         return BLOCKS
-    return _fewest_steps(rows, len(w), w.shape[1], programs(w, spare_sms), gathered)
+    return _fewest_steps(rows, len(w), w.shape[1], programs(w, spare_sms), gathered=gathered)[1]
+
+
+def copies_first(rows: float, w: Tensor, spare_sms: int = 0) -> bool:
+    """Return whether a copy of rows into the experts' order and its product take less time than a product that gathers.
+
+    rows, w: as of `tiles_for`
+    """
+    given = rows, len(w), w.shape[1], programs(w, spare_sms)
+    columns = _COPY_COLUMNS * (_RATE / memory_rate(w.device) if w.is_cuda else 1)
+    return (
+        _fewest_steps(*given, gathered=False)[0] * (1 + columns / w.shape[1]) < _fewest_steps(*given, gathered=True)[0]
+    )
 
 
 @lru_cache(maxsize=256)
-def _fewest_steps(rows: float, experts: int, columns: int, waves_of: int, gathered: bool) -> Tiles:
+def _fewest_steps(rows: float, experts: int, columns: int, waves_of: int, *, gathered: bool) -> tuple[float, Tiles]:
+    """Return the fewest steps of a product, and the tiles that need them."""
+
     def steps(candidate: Tiles) -> float:
         tiles = math.ceil((rows + math.sqrt(rows)) / candidate.rows)  # few experts have many more rows than the mean
         width = math.ceil(rows / tiles / STEP) * STEP
@@ -93,7 +109,8 @@ def _fewest_steps(rows: float, experts: int, columns: int, waves_of: int, gather
 
     # Threads that gather rows cannot fill a stage as fast as one group uses it. With fewer rows it was not measured
     pingpong = rows >= 64 and not gathered
-    return min((one for one in CANDIDATES if pingpong or not one.pingpong), key=steps)
+    found = [(steps(one), one) for one in CANDIDATES if pingpong or not one.pingpong]
+    return min(found, key=lambda one: one[0])
 
 
 def programs(w: Tensor, spare_sms: int) -> int:

@@ -1,8 +1,9 @@
 """The Hopper expert step in bf16 for training: a forward that saves the first product's results, and its backward.
 
 Forward saves the received rows, the first product's results (before the activation) and the sorted routes. The first
-product gathers its rows. For the gradients of weights, rows are copied into the experts' order, because these products
-would lose more time by gathering than the copies take. The next product reuses the memory of the copies.
+product gathers its rows, unless a copy of them costs less (`copies_first`). For the gradients of weights, rows are
+copied into the experts' order, because these products would lose more time by gathering than the copies take. The next
+product reuses the memory of the copies.
 
 With h = w13 x, a = act(h) and y = weight * (w2 a), and dy the gradient of a row:
 
@@ -33,7 +34,7 @@ from ep_moe.config import MoEConfig
 from ep_moe.experts.differentiable import Allocator, WeightProduct, new_tensors
 from ep_moe.experts.hopper import gradients_triton as kernels
 from ep_moe.experts.hopper import route_sort
-from ep_moe.experts.hopper.gemm_grouped import grouped_gemm, tiles_for, weight_gradient
+from ep_moe.experts.hopper.gemm_grouped import copies_first, grouped_gemm, tiles_for, weight_gradient
 from ep_moe.experts.hopper.gradients_triton import Float8Rows
 from ep_moe.experts.layouts import expected_pairs
 from ep_moe.quant.kernels import RowScales, round_columns, round_rows
@@ -216,7 +217,11 @@ class TrainedStep:
         h = allocate("h", (routes.count, self.w13.shape[1]), x.dtype)
         if self.float8:
             return self._product(self._rounded(x, routes), self.w13, routes, h, bias=self.w13_bias)
-        tiles = tiles_for(_each(routes, self.config), self.w13, self.spare_sms, gathered=True)
+        each = _each(routes, self.config)
+        if copies_first(each, self.w13, self.spare_sms):
+            rows = routes.gather(x, x.new_empty(routes.count, x.shape[1]))
+            return self._product(rows, self.w13, routes, h, bias=self.w13_bias)
+        tiles = tiles_for(each, self.w13, self.spare_sms, gathered=True)
         grouped_gemm(
             x, self.w13, routes.ends, h, tiles, spare_sms=self.spare_sms, source=routes.source, bias=self.w13_bias
         )

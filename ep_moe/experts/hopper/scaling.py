@@ -30,7 +30,7 @@ from torch import Tensor
 from ep_moe.experts.hopper import gemm_grouped, gemm_skinny, gemm_streaming, gradients_triton
 from ep_moe.experts.hopper.gemm_skinny import TileConfig
 from ep_moe.experts.hopper.gemm_streaming import Ring, ring_for
-from ep_moe.experts.hopper.route_sort import Lists
+from ep_moe.experts.hopper.route_sort import Lists, copy_rows
 from ep_moe.runtime.launch_cache import Launch
 from ep_moe.runtime.workspace import Shapes
 from ep_moe.types import Activation
@@ -215,6 +215,18 @@ class Unscaled(Scaling):
 
     def prepare_sorted_rows(self, rows: Rows, lists: Lists, scratch: Mapping[str, Tensor]) -> Rows:
         return Rows(rows.x, source=lists.source)  # the product gathers the rows
+
+    def copies_first(self, each: float) -> bool:
+        """Return whether to copy rows into the experts' order, before the first product, rather than gather them."""
+        return gemm_grouped.copies_first(each, self.products.w13, self.products.spare_sms)
+
+    def grouped(self, rows: Rows, lists: Lists, each: float, expected: float, scratch: Mapping[str, Tensor]) -> None:
+        if not self.copies_first(each):
+            super().grouped(rows, lists, each, expected, scratch)
+            return
+        copied = scratch["y"]  # the second product's results take this memory later
+        copy_rows(rows.x, lists.slots, copied, launch=self.products.launch)
+        self.by_gemm_grouped(Rows(copied), lists, each, scratch)
 
     def first_product_args(self, rows: Rows) -> dict[str, Any]:
         return {"bias": self.products.bias(0)}

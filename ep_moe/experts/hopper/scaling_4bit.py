@@ -92,6 +92,9 @@ class Packed(Scaling):
 class FourBits(Packed, Unscaled):
     """4-bit weights, bf16 rows."""
 
+    def copies_first(self, each: float) -> bool:
+        return False  # not measured
+
 
 class Mxfp4(FourBits):
     """`mxfp4`: E2M1 with E8M0 scales."""

@@ -17,6 +17,7 @@ if problem := interpreter_problem():
     pytest.skip(problem, allow_module_level=True)
 
 from ep_moe import Activation
+from ep_moe.experts.hopper import gemm_grouped
 from ep_moe.experts.hopper.experts import ACTIVATIONS, Bf16TritonExperts
 from ep_moe.experts.hopper.experts_fp8 import Fp8BlockTritonExperts
 from ep_moe.quant.fp8 import round_blocks
@@ -37,6 +38,20 @@ from tests.fixtures.bf16_triton import (
 )
 
 COMPUTED = sorted(ACTIVATIONS, key=lambda activation: activation.value)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="many rows are multiplied by kernels for Hopper")
+def test_rows_copied_before_the_first_product_give_the_bits_of_gathered_rows(monkeypatch):
+    config, found = SMALL[0], []
+    for copied in (False, True):
+        asked = []
+        monkeypatch.setattr(
+            gemm_grouped, "copies_first", lambda *_, copied=copied, asked=asked: asked.append(1) or copied
+        )
+        experts, tensors = build(config, 5)
+        found.append(check(experts, tensors, rows(config, 5, 1000, empty=0.2)))
+        assert asked, "the product of many rows ran"
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("count", [1, 3, 64, sorted_first(65), sorted_first(130)], ids=str)

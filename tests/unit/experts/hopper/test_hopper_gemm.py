@@ -54,6 +54,24 @@ def test_wide_tiles_of_rows_that_are_not_gathered_take_turns(rows, tiles):
     assert not chosen(48, 32, 6).pingpong, "few rows, where it would need the fewest steps"
 
 
+@pytest.mark.parametrize(
+    ("pairs", "experts", "columns", "h200", "slower"),
+    [
+        (65536, 64, 1536, True, False),  # Qwen3-30B-A3B
+        (16384, 64, 1536, False, False),
+        (8192, 32, 1536, False, False),
+        (36864, 64, 4096, True, True),  # DeepSeek-V3
+        (16384, 32, 5760, True, True),  # GPT-OSS-120B
+    ],
+)
+def test_rows_are_copied_where_it_was_faster(pairs, experts, columns, h200, slower):
+    """slower: the choice on a GPU with seven tenths of an H200's memory rate, as an H100"""
+    for rate, wanted in ((4.8e12, h200), (3.35e12, slower)):
+        w = mock.Mock(spec=torch.Tensor, shape=(experts, columns, 64), is_cuda=True, __len__=lambda _: experts)
+        with mock.patch.multiple(gemm_grouped, multiprocessors=lambda _: 132, memory_rate=lambda _, rate=rate: rate):
+            assert gemm_grouped.copies_first(pairs / experts, w) == wanted
+
+
 @pytest.mark.parametrize("tiles", CANDIDATES, ids=str)
 def test_all_tiles_fit(tiles):
     assert gemm_grouped.shared_bytes(tiles, 256, blocks=tiles == gemm_grouped.BLOCKS) <= nvrtc.SHARED
