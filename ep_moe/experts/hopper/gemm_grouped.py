@@ -60,6 +60,7 @@ class Tiles:
 
 # A copy of rows takes as long as the product of so many columns, measured on an H200 at its memory rate in bytes/s
 _COPY_COLUMNS, _RATE = 212, 4.8e12
+_LEAST_GAIN = 1.03  # smaller gains of the model were losses of up to 2 %
 _NO_CODES = ((0, c_void_p), (0, c_void_p))
 PINGPONG = Tiles(192, stages=5, pingpong=True)
 CANDIDATES = (Tiles(96), Tiles(112), Tiles(128), Tiles(144), Tiles(160), Tiles(192, stages=3), PINGPONG)
@@ -83,11 +84,11 @@ def copies_first(rows: float, w: Tensor, spare_sms: int = 0) -> bool:
 
     rows, w: as of `tiles_for`
     """
-    given = rows, len(w), w.shape[1], programs(w, spare_sms)
-    columns = _COPY_COLUMNS * (_RATE / memory_rate(w.device) if w.is_cuda else 1)
-    return (
-        _fewest_steps(*given, gathered=False)[0] * (1 + columns / w.shape[1]) < _fewest_steps(*given, gathered=True)[0]
-    )
+    columns = w.shape[1]
+    given = rows, len(w), columns, programs(w, spare_sms)
+    (gathering, _), (multiplying, _) = (_fewest_steps(*given, gathered=gathered) for gathered in (True, False))
+    copy = _COPY_COLUMNS * (_RATE / memory_rate(w.device) if w.is_cuda else 1) / columns
+    return multiplying * (1 + copy) * _LEAST_GAIN < gathering
 
 
 @lru_cache(maxsize=256)
