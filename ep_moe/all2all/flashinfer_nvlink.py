@@ -139,7 +139,9 @@ class FlashInferNVLinkDispatcher(Dispatcher):
 
     def _connect(self, device: torch.device) -> Any:
         g, kind = self.dispatch_shape, type(self)
-        number = max(row[0] for row in self.rank_group.exchange(torch.tensor([kind._made], device=device)))
+        number = max(
+            row[0] for row in self.rank_group.exchange(torch.tensor([kind._made], dtype=torch.int64, device=device))
+        )
         kind._made = number + 1
         group = {
             "world_size": self.rank_group.size,

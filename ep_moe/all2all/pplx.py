@@ -176,7 +176,7 @@ class Workspace:
         assert g.max_tokens is not None
         shape = (g.slots_per_rank, g.num_ranks * g.max_tokens)
         self.rows = torch.empty(*shape, g.hidden_size, dtype=g.row_dtype, device=device)
-        self.scales = torch.empty(*shape, g.scales, device=device) if g.scales else None
+        self.scales = torch.empty(*shape, g.scales, dtype=torch.float32, device=device) if g.scales else None
         self.counts = torch.zeros(g.slots_per_rank, dtype=torch.int32, device=device)
         self._all2all = make_all2all(g, rank_group)
 

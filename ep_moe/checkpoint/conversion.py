@@ -166,7 +166,7 @@ class ExpertRecipe:
         lead = () if self.numbered else (1,)
         cut = slice(0 if self.numbered else 1, None)
         try:
-            made = self._run({p: torch.empty(lead + shapes[name][cut], device="meta") for p, name in first.items()})
+            made = self._run({p: _on_meta(lead + shapes[name][cut]) for p, name in first.items()})
         except Exception as error:  # an operation fails for sizes that do not match
             got = ", ".join(f"{self.source.location(name)} {list(shapes[name])}" for name in first.values())
             raise CheckpointError(f"{self.recipe.target} cannot be made of {got}: {error}; fetch it again") from error
@@ -294,7 +294,11 @@ class _OneExpert:
         self._wanted = wanted
 
     def get_parameter(self, name: str) -> Tensor:
-        return torch.empty((1, *self._wanted[name].shape[1:]), device="meta")
+        return _on_meta((1, *self._wanted[name].shape[1:]))
+
+
+def _on_meta(shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device="meta")
 
 
 def _mixes_experts(operation: ConversionOps, *, first: bool, numbered: bool) -> str | None:

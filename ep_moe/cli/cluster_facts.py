@@ -108,7 +108,7 @@ def rank_facts(rank: int, local_rank: int, gpu: int | None) -> RankFacts:
 
 def _does_not_compute(device: torch.device) -> str | None:
     try:
-        total = torch.ones(1024, device=device).sum().item()
+        total = torch.ones(1024, dtype=torch.float32, device=device).sum().item()
     except RuntimeError as error:
         return f"its GPU fails: {str(error).splitlines()[0]}"
     return None if total == 1024 else f"its GPU adds 1024 ones to {total}"

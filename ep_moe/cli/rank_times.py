@@ -26,7 +26,7 @@ def by_the_clock(calls: Sequence[Callable[[], Any]], rounds: int, before: Callab
 
 
 def slowest(context: EPContext, times: Sequence[float]) -> list[float]:
-    nanoseconds = torch.tensor([round(us * 1e3) for us in times], device=context.device)
+    nanoseconds = torch.tensor([round(us * 1e3) for us in times], dtype=torch.int64, device=context.device)
     rows = context.rank_groups["lockstep"].exchange(nanoseconds)
     return [max(column) / 1e3 for column in zip(*rows, strict=True)]
 

@@ -350,10 +350,11 @@ def _batch(layer: MoELayer, tokens: int) -> tuple[Tensor, Routing]:
     """Return random rows and routes: the same for all candidates, different on each rank."""
     config, device = layer.config, layer.device
     generator = torch.Generator(device=device).manual_seed(layer.context.layout.rank)
-    ids = torch.rand(tokens, config.num_experts, generator=generator, device=device).topk(config.top_k).indices
-    x = torch.randn(tokens, config.hidden_size, generator=generator, device=device).to(layer.dtype)
+    scores = torch.rand(tokens, config.num_experts, generator=generator, dtype=torch.float32, device=device)
+    ids = scores.topk(config.top_k).indices
+    x = torch.randn(tokens, config.hidden_size, generator=generator, dtype=torch.float32, device=device)
     weights = torch.full(ids.shape, 1 / config.top_k, dtype=torch.float32, device=device)
-    return x, Routing(ids, weights)
+    return x.to(layer.dtype), Routing(ids, weights)
 
 
 def _times(context: EPContext, candidates: Sequence[_Candidate], *, trial: bool = False) -> list[float]:

@@ -128,7 +128,7 @@ class LoadRecorder:
         with self._rank_group.flight_recorder.step("record load"):
             self._check_alike()
         rows = self._rows[: len(self._resets)]
-        resets = torch.tensor(self._resets, device="cpu")
+        resets = torch.tensor(self._resets, dtype=torch.int64, device="cpu")
         same = (resets[1:] == resets[:-1]).to(rows.device).unsqueeze(2)
         counts = rows[1:] - rows[:-1] * same
         if self._rank_group.size > 1:
@@ -136,7 +136,9 @@ class LoadRecorder:
                 self._rank_group.all_reduce(counts)
         # all members of an etp group count the same rows
         counts = counts.cpu() // self._layers[0].expert_weights.etp.size
-        top_k = torch.tensor([layer.expert_weights.config.top_k for layer in self._layers], device="cpu")
+        top_k = torch.tensor(
+            [layer.expert_weights.config.top_k for layer in self._layers], dtype=torch.int64, device="cpu"
+        )
         tokens = (-(-counts.sum(2) // top_k)).max(1).values
         names = tuple(layer.name for layer in self._layers)
         return LoadTrace(counts.numpy(), tokens.numpy(), model, names)

@@ -119,7 +119,7 @@ class Recorder:
             with suppress(RuntimeError), torch.cuda.stream(self._capture_stream):  # the first error is the one to raise
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
-                    torch.zeros(1, device=self._device)  # torch warns about an empty graph
+                    torch.zeros(1, dtype=torch.float32, device=self._device)  # torch warns about an empty graph
                 finally:
                     graph.capture_end()
             raise

@@ -107,13 +107,17 @@ class Inputs:
         )
         self.routing: Routing | None = None
         self.tokens: Tensor | None = None
-        self._constant = torch.empty(0)
+        self._constant = torch.empty(0, dtype=torch.float32)
         if routed:
             ids, self._constant = (
-                memory.get_tensor((name, top_k), most, lambda rows: torch.full((rows, top_k), -1, device=device))
+                memory.get_tensor(
+                    (name, top_k), most, lambda rows: torch.full((rows, top_k), -1, dtype=torch.int64, device=device)
+                )
                 for name in ("ids", "no ids")
             )
-            weights = memory.get_tensor(("weights", top_k), most, lambda rows: torch.zeros(rows, top_k, device=device))
+            weights = memory.get_tensor(
+                ("weights", top_k), most, lambda rows: torch.zeros(rows, top_k, dtype=torch.float32, device=device)
+            )
             self.routing = Routing(ids, weights)
         elif least < most:
             self.tokens = memory.get_tensor(

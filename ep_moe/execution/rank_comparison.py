@@ -114,7 +114,7 @@ class BackwardComparison:
         rank_group = layer.context.rank_groups["expert_data"]
         with rank_group.flight_recorder.step(_IN_BACKWARD, counted=False):
             if meets_before_sums(layer.context.device):
-                empty = torch.empty(0, device=layer.context.device)
+                empty = torch.empty(0, dtype=torch.float32, device=layer.context.device)
                 rank_group.meet_in_backward(layer.name, 0, empty if batch is None else batch)
             elif not self._backwards["expert_data"]:
                 rank_group.meet_on_host(f"the backward of {layer.name}")
@@ -337,7 +337,7 @@ def _whole(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 def _name_dense(rank_group: RankGroup, dense: dict[str, Tensor], sums: list[Tensor], device: torch.device) -> str:
     """Return the name of the first tensor that differs, and its ranks. All ranks return the same text."""
-    counts = {row[0] for row in rank_group.exchange(torch.tensor([len(dense)], device=device))}
+    counts = {row[0] for row in rank_group.exchange(torch.tensor([len(dense)], dtype=torch.int64, device=device))}
     name = "router or shared_experts"
     if len(counts) == 1:
         rows = rank_group.exchange(torch.stack(sums))

@@ -290,7 +290,7 @@ class RouterInGraph:
         assert kernels is not None
         self._parts = kernels.parts(bound, device)
         ids = torch.full((bound, top_k), -1, dtype=torch.int64, device=device)
-        self.chosen = Routing(ids, torch.zeros(ids.shape, device=device))
+        self.chosen = Routing(ids, torch.zeros(ids.shape, dtype=torch.float32, device=device))
 
     @staticmethod
     def can_record(router: Any, bound: int, x: Tensor) -> bool:
@@ -374,7 +374,7 @@ def record_caller(
     )
     if own is None:
         given = torch.empty(1, signature.top_k, dtype=ids or torch.int64, device=signature.device)
-        chosen = Routing(given, torch.empty(given.shape, device=signature.device))
+        chosen = Routing(given, torch.empty(given.shape, dtype=torch.float32, device=signature.device))
     else:
         chosen = own.chosen
     routing = DeferredRouting(chosen.ids, chosen.weights, layer.placement.tables)

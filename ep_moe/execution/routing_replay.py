@@ -48,7 +48,7 @@ class RoutingBuffer:
         device = as_device(device)
         # one more row, which takes the rows that have no room
         self._ids = torch.full((self.rows + 1, self.top_k), -1, dtype=torch.int32, device=device)
-        self._weights = torch.zeros(self.rows + 1, self.top_k, device=device) if weights else None
+        self._weights = torch.zeros(self.rows + 1, self.top_k, dtype=torch.float32, device=device) if weights else None
         self._written = torch.zeros((), dtype=torch.int64, device=device)
 
     @property
@@ -201,7 +201,7 @@ class Replay:
     def __init__(self, ids: Tensor | None, mask: Tensor | None) -> None:
         self._given, self._mask = ids, mask
         self._checked = False
-        self.ids, self.partial = torch.empty(0, device="cpu"), mask is not None
+        self.ids, self.partial = torch.empty(0, dtype=torch.int64, device="cpu"), mask is not None
 
     def problem(self, rows: int, config: Any, device: torch.device) -> str | None:
         """Return None, or what is wrong with the ids or the mask for a call of this many rows.

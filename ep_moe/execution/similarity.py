@@ -84,7 +84,7 @@ def _sample(weights: ExpertWeights, slots: int, device: torch.device) -> Tensor:
     matrices = [tensor.detach().flatten(1) for name, tensor in weights.stored_tensors().items() if "bias" not in name]
     each = max(8, _NUMBERS // (slots * len(matrices)))
     parts = [matrix[:, :: max(1, matrix.shape[1] // each)][:, :each].float() for matrix in matrices]
-    found = torch.zeros(slots, sum(part.shape[1] for part in parts), device=device)
+    found = torch.zeros(slots, sum(part.shape[1] for part in parts), dtype=torch.float32, device=device)
     if weights.is_meta:
         return found
     found[: weights.num_slots] = torch.cat(parts, 1)

@@ -188,7 +188,7 @@ def group_rows(received: Received, num_slots: int) -> GroupedRows:
     ids = received.local_ids.long()
     weights = received.weights
     if weights is None:
-        weights = torch.ones(ids.shape, device=ids.device)
+        weights = torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
     rows, top_k = ids.shape
     flat = ids.flatten()
     if torch.compiler.is_compiling():

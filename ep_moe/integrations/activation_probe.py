@@ -100,8 +100,8 @@ def _values(gated: bool) -> Tensor:
 
     The pairs are shuffled, so that neighbouring columns differ.
     """
-    small = torch.linspace(-12.0, 12.0, 97, device="cpu")
-    wide = torch.logspace(-3, math.log10(LARGEST), 31, device="cpu")
+    small = torch.linspace(-12.0, 12.0, 97, dtype=torch.float32, device="cpu")
+    wide = torch.logspace(-3, math.log10(LARGEST), 31, dtype=torch.float32, device="cpu")
     own = torch.cat([small, wide, -wide])
     if not gated:
         return own[: len(own) // WIDTH * WIDTH].view(-1, WIDTH)

@@ -228,7 +228,9 @@ def sorted_routes(routed: tuple[Tensor, Tensor, Tensor, list[int], Tensor], rows
     """
     places, _, weights, counts, _ = routed
     experts = torch.arange(len(counts), device=places.device)
-    by_expert = experts.repeat_interleave(torch.tensor(counts, device=places.device), output_size=len(places))
+    by_expert = experts.repeat_interleave(
+        torch.tensor(counts, dtype=torch.int64, device=places.device), output_size=len(places)
+    )
     order = places.argsort()
     return by_expert[order].view(rows, -1), weights[order].view(rows, -1)
 
@@ -239,7 +241,7 @@ def _close(found: Tensor, expected: Tensor) -> bool:
 
 def _one_choice(x: Tensor, expert: int, weight: float) -> tuple[Tensor, Tensor]:
     """Return ids and weights [T, 2] of one expert. Some classes need two choices or more: the second has weight 0."""
-    ids = torch.full((len(x), 2), expert, device="cpu")
+    ids = torch.full((len(x), 2), expert, dtype=torch.int64, device="cpu")
     return ids, x.new_tensor([weight, 0.0]).expand(len(x), 2)
 
 

@@ -326,7 +326,7 @@ def device_mesh(layout: RankLayout, view: str, device_type: str) -> DeviceMesh:
         "etp": layout.etp,
     }
     axes = MESH_AXES[view]
-    ranks = torch.tensor(layout.ranks, device="cpu").view([sizes[axis] for axis in axes])
+    ranks = torch.tensor(layout.ranks, dtype=torch.int64, device="cpu").view([sizes[axis] for axis in axes])
     return DeviceMesh(device_type, ranks, mesh_dim_names=axes)
 
 

@@ -121,7 +121,7 @@ def round_blocks(x: Tensor, block: int = FP8_BLOCK) -> tuple[Tensor, Tensor]:
     """
     x = x.detach().contiguous()
     out = torch.empty(x.shape, dtype=FP8, device=x.device)
-    scale = torch.empty(*x.shape[:-1], x.shape[-1] // block, device=x.device)
+    scale = torch.empty(*x.shape[:-1], x.shape[-1] // block, dtype=torch.float32, device=x.device)
     if x.is_cuda:
         with on_device(x.device):
             launch_round_blocks(x, out, scale)

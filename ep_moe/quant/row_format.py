@@ -96,7 +96,7 @@ def quantize_for_wire(x: Tensor, wire: Wire) -> tuple[Tensor, Tensor | None]:
         mxfp8_rows(x, data, scale)
     else:
         assert wire.input_scale is not None
-        nvfp4_rows(x, torch.full((), wire.input_scale, device=x.device), data, scale)
+        nvfp4_rows(x, torch.full((), wire.input_scale, dtype=torch.float32, device=x.device), data, scale)
     return data, scale
 
 

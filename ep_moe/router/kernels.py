@@ -145,7 +145,7 @@ class RouterKernels:
 
     def parts(self, rows: int, device: torch.device) -> Tensor:
         """Allocate memory for the sums over slices of H: float32 [slices, rows, E]."""
-        return torch.zeros(self.slices, rows, self.config.num_experts, device=device)
+        return torch.zeros(self.slices, rows, self.config.num_experts, dtype=torch.float32, device=device)
 
     def launch_fixed(self, x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, parts: Tensor,
                      chosen: Routing, launch: Launch) -> None:  # fmt: skip

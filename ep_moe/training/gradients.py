@@ -214,9 +214,11 @@ def _share_overflow(model: nn.Module, context: EPContext) -> None:
     if not groups:
         return
     device = context.device
-    zero, one = torch.zeros((), device=device), torch.ones((), device=device)
+    zero = torch.zeros((), dtype=torch.float32, device=device)
     overflows = [~get_total_norm(group, math.inf).isfinite().to(device) if group else zero for group in groups]
-    flags = torch.stack([torch.stack(overflows).float(), torch.stack([zero if group else one for group in groups])])
+    flags = torch.stack(
+        [torch.stack(overflows).float(), torch.stack([zero if group else zero + 1 for group in groups])]
+    )
     with context.flight_recorder.step("share overflows", counted=False):
         context.rank_groups["stage"].all_reduce(flags, dist.ReduceOp.MAX)
     for group, flag in zip(groups, flags[0], strict=True):
@@ -306,7 +308,7 @@ def _gradients(model: nn.Module) -> list[Tensor]:
 
 def _power(gradients: Iterable[tuple[Tensor, float]], p: float, device: torch.device) -> Tensor:
     """Return the sum of |g|^p, weighted by each gradient's share, or the largest |g| if p is infinite."""
-    total = torch.zeros((), device=device)
+    total = torch.zeros((), dtype=torch.float32, device=device)
     for gradient, share in gradients:
         if gradient.numel():
             norm = torch.linalg.vector_norm(gradient, p, dtype=torch.float32).to(device)

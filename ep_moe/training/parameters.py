@@ -175,7 +175,7 @@ def first_text(rank_group: RankGroup, text: str | None, device: torch.device) ->
     The flight recorder exchanges texts only in lockstep groups, and a stage may have several of them.
     """
     own = (text or "").encode()
-    sizes = [row[0] for row in rank_group.exchange(torch.tensor([len(own)], device=device))]
+    sizes = [row[0] for row in rank_group.exchange(torch.tensor([len(own)], dtype=torch.int64, device=device))]
     if not any(sizes):
         return None
     padded = list(own) + [0] * (max(sizes) - len(own))
@@ -189,7 +189,9 @@ def _difference(rank_group: RankGroup, named: dict[str, Tensor], device: torch.d
     if rank_group.size == 1:
         return None
     kinds = [(name, tuple(p.shape), str(p.dtype), p.requires_grad, shard_key(p)) for name, p in named.items()]
-    facts = rank_group.exchange(torch.tensor([len(kinds), zlib.crc32(repr(kinds).encode())], device=device))
+    facts = rank_group.exchange(
+        torch.tensor([len(kinds), zlib.crc32(repr(kinds).encode())], dtype=torch.int64, device=device)
+    )
     odd = [rank for rank, found in zip(rank_group.ranks, facts, strict=True) if found != facts[0]]
     if odd:
         return (

@@ -137,7 +137,7 @@ def fully_shard(
         if not weights.slots_of_expert:
             continue
         group, kind = gradients.replicas.group, context.device.type
-        ranks = torch.tensor(gradients.replicas.ranks, device="cpu")
+        ranks = torch.tensor(gradients.replicas.ranks, dtype=torch.int64, device="cpu")
         own = DeviceMesh.from_group(group, kind, mesh=ranks, mesh_dim_names=("expert_data",))  # type: ignore[arg-type]
         weights.unstack()
         gradients.sharded = True

@@ -68,7 +68,7 @@ def initial_expert(
             tensor.uniform_(-bound, bound, generator=generator)
         tensors[name] = tensor
     if scheme.activations.calibrated:
-        tensors |= {f"{name}_input_scale": torch.ones((), device=device) for name in ("w13", "w2")}
+        tensors |= {f"{name}_input_scale": torch.ones((), dtype=torch.float32, device=device) for name in ("w13", "w2")}
     return scheme.quantize(tensors, dtype)
 
 
@@ -84,7 +84,10 @@ def random_expert(
     generator = torch.Generator(device=device).manual_seed(1_000_003 + expert)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
+
+    def scale(value: float) -> Tensor:
+        return torch.tensor(value, dtype=torch.float32, device=device)
 
     tensors = {
         "w13": normal(config.w13_rows, config.hidden_size) / config.hidden_size**0.5,
@@ -96,13 +99,13 @@ def random_expert(
     if scheme.activations is Rounding.FP8_STATIC:
         wide = 4.0 if config.activation is Activation.RELU2 else 1.0
         tensors |= {
-            "w13_input_scale": torch.tensor(0.014 + 0.0005 * (expert % 3), device=device),
-            "w2_input_scale": torch.tensor(wide * (0.1 + 0.001 * (expert % 5)), device=device),
+            "w13_input_scale": scale(0.014 + 0.0005 * (expert % 3)),
+            "w2_input_scale": scale(wide * (0.1 + 0.001 * (expert % 5))),
         }
     if scheme.activations is Rounding.NVFP4:
         tensors |= {
-            "w13_input_scale": torch.tensor(0.0024 * 2 ** (expert % 3), device=device),
-            "w2_input_scale": torch.tensor(0.017 * 2 ** (expert % 2), device=device),
+            "w13_input_scale": scale(0.0024 * 2 ** (expert % 3)),
+            "w2_input_scale": scale(0.017 * 2 ** (expert % 2)),
         }
     quantized = scheme.quantize(tensors, dtype)
     if isinstance(scheme.weights, Nvfp4):

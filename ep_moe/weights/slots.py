@@ -110,7 +110,11 @@ class ExpertSlots(nn.Module):
             else:
                 self.register_parameter(name, nn.Parameter(data, requires_grad=self.trainable))
         # keeps ranks without experts in the autograd graph, so that their backward enters the same collectives
-        self.anchor = torch.zeros(0, device=self.device, requires_grad=True) if self.has_expert_parameters else None
+        self.anchor = (
+            torch.zeros(0, dtype=torch.float32, device=self.device, requires_grad=True)
+            if self.has_expert_parameters
+            else None
+        )
         self._name_experts(requires_grad=True)
         self.reset_parameters()
 
@@ -300,7 +304,7 @@ class ExpertSlots(nn.Module):
         self._last_addresses = self.addresses
         if self.etp.size > 1 and self.etp.group is not None and self._mesh is None and not self.is_meta:
             device = self._slots["w13"].device.type
-            ranks = torch.tensor(self.etp.ranks, device="cpu")
+            ranks = torch.tensor(self.etp.ranks, dtype=torch.int64, device="cpu")
             self._mesh = DeviceMesh.from_group(self.etp.group, device, mesh=ranks, mesh_dim_names=("etp",))
         modules: dict[str, Expert] = {}
         for expert, (first, *_) in self.slots_of_expert.items():
@@ -344,7 +348,7 @@ class ExpertSlots(nn.Module):
         if self._changes.count != self._seen:
             attach_assigned_parameters(self)
         self._slots.update({name: fn(tensor) for name, tensor in self._slots.items()})
-        self.anchor = torch.zeros(0, device=self.device, requires_grad=True)
+        self.anchor = torch.zeros(0, dtype=torch.float32, device=self.device, requires_grad=True)
         rebind_parameters(self, fn)
         if self.lora is not None:
             self.lora._apply(fn)

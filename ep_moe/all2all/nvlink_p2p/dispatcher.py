@@ -270,7 +270,9 @@ class NVLinkP2PDispatcher(Dispatcher):
         send(buffer_slot.workspace, *self.dispatch_shape.no_rows(device), nowhere, max_tokens, BLOCKS, packets=packets)
         buffer_slot.workspace.local_tensors["answers"].fill_(torch.nan)
         routes = self.dispatch_shape.num_ranks * max_tokens, self.dispatch_shape.top_k
-        send_route_values(buffer_slot.workspace, torch.full(routes, torch.nan, device=device), max_tokens)
+        send_route_values(
+            buffer_slot.workspace, torch.full(routes, torch.nan, dtype=torch.float32, device=device), max_tokens
+        )
         receive(buffer_slot.workspace, 0, max_tokens, signal_first=True, send_first=True, packets=packets)
 
     def _uses_copy_engines(self, bound: int) -> bool:

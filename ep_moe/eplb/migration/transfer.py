@@ -120,7 +120,7 @@ class Mover:
         if size == 1:
             return
         # NCCL sets up a group at its first call, which must be one of all ranks
-        dist.all_reduce(torch.zeros(1, device=self.device), group=self.rank_group.group)
+        dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.device), group=self.rank_group.group)
         there, here = torch.zeros(2, 8, dtype=torch.uint8, device=self.device)
         for far in range(1, size):
             for work, _ in self.exchange((there, (rank + far) % size), (here, (rank - far) % size)):

@@ -64,4 +64,4 @@ def clamp_constants(config: MoEConfig, slots: int, device: torch.device) -> list
     if config.activation is not Activation.SWIGLU_CLAMPED:
         return []
     values = (config.activation_alpha, 1.0, config.activation_limit)
-    return [torch.full((slots,), value, device=device) for value in values]
+    return [torch.full((slots,), value, dtype=torch.float32, device=device) for value in values]

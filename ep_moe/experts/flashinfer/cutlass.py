@@ -169,18 +169,19 @@ class Tactics:
         generator = torch.Generator(device=device).manual_seed(0)
         slots = weights.num_slots
         physical = max(config.num_experts, slots)
-        ids = torch.rand(rows, physical, generator=generator, device=device).topk(config.top_k).indices.int()
+        scores = torch.rand(rows, physical, generator=generator, dtype=torch.float32, device=device)
+        ids = scores.topk(config.top_k).indices.int()
         ids = torch.where(ids < slots, ids, -1)
         any_slot = torch.randint(slots, (rows,), generator=generator, device=device, dtype=torch.int32)
         ids[:, 0] = torch.where((ids < 0).all(1), any_slot, ids[:, 0])
-        x = torch.randn(rows, config.hidden_size, generator=generator, device=device).to(weights.dtype)
+        x = torch.randn(rows, config.hidden_size, generator=generator, dtype=weights.dtype, device=device)
         received = Received(
             x=x,
             layout=RowLayout.RANK_MAJOR,
             weighting=Weighting.EXPERTS,
             handle=None,
             local_ids=LocalIds(ids),
-            weights=torch.full(ids.shape, 1 / config.top_k, device=device),
+            weights=torch.full(ids.shape, 1 / config.top_k, dtype=torch.float32, device=device),
         )
         return received, torch.empty_like(x)
 

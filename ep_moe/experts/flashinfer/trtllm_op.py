@@ -306,7 +306,7 @@ def trtllm_moe(
     scratch = carve(workspace, operator_scratch_shapes(scheme, min(rows, chunk), hidden, top_k, weights is not None))
     stored = dict(zip(scale_names(scheme), scales, strict=True))
     if input_scale is not None:
-        stored["w13_input_scale"] = torch.full((slots,), input_scale, device=x.device)
+        stored["w13_input_scale"] = torch.full((slots,), input_scale, dtype=torch.float32, device=x.device)
     of_rows = stored["w13_input_scale"].amax(0) if "w13_input_scale" in stored else None
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))

@@ -171,7 +171,7 @@ class TrainedStep:
         """
         _, hidden, inner = self.w2.shape
         allocate = allocate or new_tensors(x.device)
-        dweights = torch.zeros(routes.ids.shape, device=x.device)
+        dweights = torch.zeros(routes.ids.shape, dtype=torch.float32, device=x.device)
         if routes.count == 0:
             for name in wanted:
                 emit(name, _no_rows)

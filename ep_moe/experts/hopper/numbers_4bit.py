@@ -48,8 +48,8 @@ def numbers_form(w: Weights) -> tuple[str, ...]:
 @cache
 def numbers_text(name: str) -> str:
     """Return `kernel_text` with a table of E2M1's numbers in E4M3, by the distance to the row's largest exponent."""
-    exponents = torch.arange(EXPONENTS, device="cpu")
-    numbers = torch.tensor(E2M1, device="cpu") * torch.exp2(6.0 - exponents)[:, None]
+    exponents = torch.arange(EXPONENTS, dtype=torch.float32, device="cpu")
+    numbers = torch.tensor(E2M1, dtype=torch.float32, device="cpu") * torch.exp2(6.0 - exponents)[:, None]
     rows = numbers.to(torch.float8_e4m3fn).view(torch.uint8).tolist()
     words = [int.from_bytes(bytes(row), "little") for row in rows]
     return kernel_text(name).replace("// NUMBERS_OF\n", ",\n".join(f"    {word:#x}ull" for word in words) + "\n")

@@ -216,7 +216,7 @@ def _humming_tables() -> tuple[Tensor, Tensor]:
         exact = [grid[nearest[code & 7]] * 2**depth == grid[code & 7] for code in range(16)]
         new += [codes[byte & 15] | codes[byte >> 4] << 4 for byte in range(256)]
         kept += [exact[byte & 15] and exact[byte >> 4] for byte in range(256)]
-    return torch.tensor(new, dtype=torch.uint8, device="cpu"), torch.tensor(kept, device="cpu")
+    return torch.tensor(new, dtype=torch.uint8, device="cpu"), torch.tensor(kept, dtype=torch.bool, device="cpu")
 
 
 def _look_up(table: Tensor, data: Tensor, depth: Tensor) -> Tensor:
