@@ -6,7 +6,7 @@ The call is in `layer.py`. Other methods for users, such as `tune` and `capture`
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -260,7 +260,9 @@ class LayerParts(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         saved = local_metadata.get("expert_map")
         if saved is not None and saved != self.placement.expert_map.to_json():
-            self._adopt(ExpertMap.from_json(saved), local_metadata["ep_rank"], state_dict, f"{prefix}expert_weights.")
+            held = _experts_in(state_dict, f"{prefix}expert_weights.")
+            problem = self._adopt(ExpertMap.from_json(saved), local_metadata["ep_rank"], held)
+            rest[-1].extend([] if problem is None else [problem])  # load_state_dict raises these texts
         # only expert tensors count: a user may load a router on one rank and broadcast it. A rank without experts has
         # no expert tensors in its state, so there any key counts
         loaded = f"{prefix}expert_weights." if self.expert_weights.slots_of_expert else prefix
@@ -268,23 +270,37 @@ class LayerParts(nn.Module):
             self._checks.state_loaded(self)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
-    def _adopt(self, saved: ExpertMap, ep_rank: int, state_dict: Any, prefix: str) -> None:
+    def _adopt(self, saved: ExpertMap, ep_rank: int, held: set[int]) -> str | None:
         """Adopt the saved map if this is the rank's own state, and some rank would otherwise lack experts.
 
         A state that holds experts of other ranks too is loaded under the current map. A map for which the layer has no
         room is not adopted. All ranks decide in the same way.
+
+        Args:
+            saved: The map in the state's metadata.
+            ep_rank: The rank that saved the state.
+            held: The experts in the state.
+
+        Returns:
+            None, or why the map cannot be adopted.
         """
-        held = {int(key[len(prefix) :].split(".")[0]) for key in state_dict if key.startswith(prefix)}
         if held != set(saved.local(ep_rank)) - {EMPTY} or self._routes_inside:
-            return
+            return None
         now, ranks = self.placement.expert_map, range(saved.num_ranks)
         if saved.num_ranks == now.num_ranks and all({*now.local(r)} - {EMPTY} <= {*saved.local(r)} for r in ranks):
-            return
+            return None
+        if self.expert_weights.lora is not None:
+            return (
+                f"{self.name} has LoRA factors, which do not move between ranks, and the state dict was saved under "
+                "another expert map; make the layer with that map (expert_map=), or load a distributed checkpoint of "
+                "get_model_state_dict, which loads under any map"
+            )
         try:
             self.placement.update(saved)
         except ConfigError:
-            return  # load_state_dict then reports the missing keys
+            return None  # load_state_dict then reports the missing keys
         self.expert_weights.set_expert_map(saved)
+        return None
 
     def _release_buffers(self) -> None:
         """Drop all references to buffers that the context is about to release."""
@@ -301,3 +317,9 @@ class LayerParts(nn.Module):
             f"quantization={self.expert_weights.scheme.name}"
             + ("" if self.tuned is None else f", tuned: {self._table}")
         )
+
+
+def _experts_in(state_dict: Mapping[str, Any], prefix: str) -> set[int]:
+    """Return the experts with a tensor in a state dict. LoRA factors do not count."""
+    names = (key[len(prefix) :].partition(".")[0] for key in state_dict if key.startswith(prefix))
+    return {int(name) for name in names if name.isdecimal()}

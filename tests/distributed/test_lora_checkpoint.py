@@ -1,5 +1,7 @@
 """Distributed checkpoints of experts' LoRA factors: saved per expert, loaded under any map."""
 
+import io
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,9 +30,13 @@ def made(context: EPContext, expert_map: ExpertMap, seed: int) -> tuple[MoELayer
     return layer, torch.optim.AdamW(lora.parameters(), lr=0.1)
 
 
-def trained(layer: MoELayer, context: EPContext, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+def rows(context: EPContext) -> torch.Tensor:
     generator = torch.Generator().manual_seed(context.layout.rank)
-    x = torch.randn(12, WIDTH, generator=generator).to(context.device)
+    return torch.randn(12, WIDTH, generator=generator).to(context.device)
+
+
+def trained(layer: MoELayer, context: EPContext, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    x = rows(context)
     for _ in range(2):
         layer(x).square().mean().backward()
         training.sync_gradients(layer, context)
@@ -61,3 +67,23 @@ def test_factors_and_their_optimizer_go_on_after_a_distributed_checkpoint(case, 
         set_optimizer_state_dict(other, its_optimizer, found["optimizer"], options=OPTIONS)
         expected, out = trained(layer, context, optimizer), trained(other, context, its_optimizer)
         torch.testing.assert_close(out, expected)
+
+
+@distributed(2, set_device=True)
+def test_a_file_of_one_rank_needs_the_map_that_it_was_saved_under(world_size):
+    """A rank's own file loads under its map. Under another, it is refused by name: factors do not move."""
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
+        layer, optimizer = made(context, MAPS["another"], seed=0)
+        wanted, file = trained(layer, context, optimizer), io.BytesIO()
+        torch.save(layer.state_dict(), file)
+        for name, expert_map in MAPS.items():
+            file.seek(0)
+            state_dict = torch.load(file, map_location=context.device)
+            state_dict["expert_weights.no expert"] = torch.zeros(1)
+            other, _ = made(context, expert_map, seed=1)
+            if name == "another":
+                other.load_state_dict(state_dict, strict=False)
+                torch.testing.assert_close(other(rows(context)), wanted)
+            else:
+                with pytest.raises(RuntimeError, match="has LoRA factors, which do not move between ranks"):
+                    other.load_state_dict(state_dict, strict=False)
