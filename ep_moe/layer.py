@@ -203,6 +203,8 @@ class MoELayer(LayerTools):
                 return replayed
         if not torch.compiler.is_compiling():  # a counter in a compiled graph would cause a recompilation per call
             self._checks.note_eager()
+            if self._checks.unread is not None:
+                self._checks.warn_of_unread(self)
         self._checks.first_call(self)
         problem = call_problem(self, x, routing, mask)
         if problem is not None:

@@ -241,7 +241,10 @@ class LayerParts(nn.Module):
                 scales turn its codes into 0 or infinity. Or the layer is on the meta device, or `fully_shard` holds
                 its experts.
         """
-        return self.expert_weights.update_expert(logical_id, tensors)
+        written = self.expert_weights.update_expert(logical_id, tensors)
+        if self._checks.unread:
+            self._checks.unread.discard(logical_id)
+        return written
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save the expert map in the metadata of the state dict.
@@ -258,9 +261,9 @@ class LayerParts(nn.Module):
             metadata[prefix[:-1]]["ep_rank"] = self.context.layout.ep_rank
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        held = _experts_in(state_dict, f"{prefix}expert_weights.")
         saved = local_metadata.get("expert_map")
         if saved is not None and saved != self.placement.expert_map.to_json():
-            held = _experts_in(state_dict, f"{prefix}expert_weights.")
             problem = self._adopt(ExpertMap.from_json(saved), local_metadata["ep_rank"], held)
             rest[-1].extend([] if problem is None else [problem])  # load_state_dict raises these texts
         # only expert tensors count: a user may load a router on one rank and broadcast it. A rank without experts has
@@ -268,6 +271,7 @@ class LayerParts(nn.Module):
         loaded = f"{prefix}expert_weights." if self.expert_weights.slots_of_expert else prefix
         if any(key.startswith(loaded) for key in state_dict):
             self._checks.state_loaded(self)
+        self._checks.experts_loaded(self, held)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def _adopt(self, saved: ExpertMap, ep_rank: int, held: set[int]) -> str | None:

@@ -5,8 +5,9 @@ Checks of arguments return the message of a problem instead of raising it, so th
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import torch
@@ -38,11 +39,13 @@ class RankChecks:
 
     due: whether the next call must compare ranks
     loaded: whether a state dict was loaded since the last call. The next call then exchanges a checksum
+    unread: this rank's experts that the state dicts since the last call left out; None if they held no experts
     """
 
     def __init__(self, layer: ComparedLayer) -> None:
         self.due = layer.context.layout.lockstep > 1  # a single rank has nothing to compare
         self.loaded = self._adopted = False
+        self.unread: set[int] | None = None
         self.saw_ids = False  # whether the values of some call's ids were checked and valid
         self.forwards = 0  # forwards that began, including those that raised
         self.eager = 0  # of these, forwards that were not replayed, including those that raised before a replay
@@ -79,7 +82,7 @@ class RankChecks:
 
     def compare_again(self, layer: ComparedLayer) -> None:
         """Compare ranks as `first_call` does, after the weights of a layer that was called before were replaced."""
-        self.due = layer.context.layout.lockstep > 1
+        self.due, self.unread = layer.context.layout.lockstep > 1, None
         self.first_call(layer)
 
     def difference(self, layer: ComparedLayer) -> str | None:
@@ -107,6 +110,30 @@ class RankChecks:
             return  # `first_call` compares
         self.loaded = True
         self.due = self._adopted = layer._fixed
+
+    def experts_loaded(self, layer: ComparedLayer, given: Collection[int]) -> None:
+        """Note the experts of a state dict. A checkpoint may consist of several, one for each file.
+
+        In an EP group of one rank, `load_state_dict` returns all missing keys to the caller.
+        """
+        if given and layer.context.layout.ep > 1:
+            held = layer.expert_weights.slots_of_expert if self.unread is None else self.unread
+            self.unread = set(held).difference(given)
+
+    def warn_of_unread(self, layer: ComparedLayer) -> None:
+        """Warn if `load_state_dict(strict=False)` left experts of this rank as they were.
+
+        Programs often save the state dict of one rank, or print the missing keys of one rank.
+        """
+        unread, self.unread = sorted(self.unread or ()), None
+        if unread:
+            warnings.warn(
+                f"{layer.name}: load_state_dict left experts {unread} of rank {layer.context.layout.rank} as they "
+                "were: the state dict has other experts of this layer and not these, as the state_dict() of one rank "
+                "has only its own. Save one file per rank, or a distributed checkpoint of get_model_state_dict; write "
+                "single experts by update_expert",
+                stacklevel=2,
+            )
 
     def first_call(self, layer: ComparedLayer) -> None:
         """Raise InputError on all ranks if the layer's ranks differ in state that must be equal.

@@ -1,6 +1,8 @@
 """State dicts with other expert maps: all ranks load one and adopt its map, or the next call names the ranks that did
 not."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -161,3 +163,40 @@ def test_an_optimizer_that_was_made_before_experts_moved(world_size):
         assert {name.partition(".")[2] for name in moved} == {"w1", "w2"}, "what was frozen stays so"
         layer.expert_weights.requires_grad_(False)
         early.step()
+
+
+@distributed(2)
+def test_experts_that_a_state_dict_leaves_out_are_warned_of(world_size):
+    """With `strict=False`, a rank that loads another rank's file says which of its experts it kept.
+
+    Without the warning, the outputs are wrong and nothing says so: often one rank alone prints missing keys.
+    """
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context, torch.no_grad():
+        rank, x = context.layout.rank, torch.ones(3, 16, device=context.device)
+        layer, files = made(context, ExpertMap.linear(8, 2)), [None, None]
+        dist.all_gather_object(files, {name: tensor.cpu() for name, tensor in layer.state_dict().items()})
+
+        def said(*loaded, then=lambda: None):
+            for state in loaded:
+                layer.load_state_dict(state, strict=False)
+            then()
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                layer(x)
+                layer(x)
+            return [str(warning.message) for warning in found if "load_state_dict left" in str(warning.message)]
+
+        (text,) = said(files[0]) or ["none"]
+        assert text == "none" if rank == 0 else "left experts [4, 5, 6, 7] of rank 1 as they were" in text
+        assert not said(files[0], files[1])  # a checkpoint of several files
+        assert not said({"router.weight": files[0]["router.weight"]})
+        assert not said(files[rank])
+        some = {name: tensor for name, tensor in files[rank].items() if not name.startswith("expert_weights.5.")}
+        assert [text.partition(" of rank")[0] for text in said(some)] == (
+            ["moe0: load_state_dict left experts [5]"] if rank else []
+        )
+        w1, w3, w2 = (files[1][f"expert_weights.5.{name}"] for name in ("w1", "w3", "w2"))
+        assert not said(some, then=lambda: layer.update_expert(5, w13=torch.cat([w1, w3]), w2=w2))
+    with EPContext.local(rank_device()) as context, torch.no_grad():  # torch returns the missing keys to the caller
+        layer = made(context, ExpertMap.linear(8, 1), "local")
+        assert not said(files[0])
