@@ -171,6 +171,29 @@ def _renew(weights: ExpertSlots) -> None:
     weights._seen, weights._last_addresses = seen, weights.addresses
 
 
+def tied_problem(weights: ExpertSlots) -> str | None:
+    """Return an error if a call with gradients has one parameter for two matrices, or None.
+
+    A parameter is a view of one slot, and each use of the weights copies it to the other one. That would change tensors
+    which autograd has saved.
+    """
+    if not torch.is_grad_enabled():
+        return None
+    places: dict[int, str] = {}
+    modules = [(expert, cast("Expert", weights._modules[str(expert)])) for expert in weights.slots_of_expert]
+    held = [(f"{expert}.{part}", module, part) for expert, module in modules for part in module._parameters]
+    for (name, module, part), own in zip(held, weights._on_views, strict=True):
+        found = module._parameters[part]
+        kept = found is own or module.replaced.get(part, own) is found  # else substituted for one call
+        if kept and (other := places.setdefault(id(found), name)) != name:
+            return (
+                f"expert_weights.{other} and expert_weights.{name} are one parameter, and calls with gradients need "
+                "one for each; assign a parameter of its own and copy the values after each step, or call the layer "
+                "under torch.no_grad()"
+            )
+    return None
+
+
 def substituted_problem(weights: ExpertSlots) -> str | None:
     """Return an error if a tensor that was substituted for one call does not fit its parameter, or None.
 

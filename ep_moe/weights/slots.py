@@ -36,6 +36,7 @@ from ep_moe.weights.replaced import (
     refuse_conversion,
     stored_problem,
     substituted_problem,
+    tied_problem,
 )
 
 if TYPE_CHECKING:
@@ -270,9 +271,11 @@ class ExpertSlots(nn.Module):
         """Return why a replaced parameter cannot be used, or None."""
         if not self.has_expert_parameters:
             return stored_problem(self)
-        if not self._slots or self._changes.count == self._seen:
+        if not self._slots:
             return None
-        return offloaded_problem(self) or substituted_problem(self)
+        changed = self._changes.count != self._seen
+        problem = tied_problem(self) if changed or self._tied else None
+        return problem or (offloaded_problem(self) or substituted_problem(self) if changed else None)
 
     def lora_problem(self) -> str | None:
         """Return an error if matrices require gradients while LoRA factors exist, or None. Only factors are trained."""
@@ -287,6 +290,7 @@ class ExpertSlots(nn.Module):
         self._views = views
         self._on_views = [parameter for parameter, _ in views]
         self._view_places = [view.data_ptr() for _, view in views]
+        self._tied = len({*map(id, self._on_views)}) < len(views)
         self._seen = self._changes.count
 
     def _name_experts(self, *, requires_grad: bool) -> None:

@@ -275,6 +275,29 @@ def test_codes_that_are_to_learn_are_refused(context):
     assert layer.router.weight.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("called", [False, True])
+def test_one_parameter_of_two_matrices_is_not_trained(called, context):
+    """Calls without gradients serve a parameter of two experts. `functional_call` may pass one tensor twice."""
+    layer, x = MoELayer(full(), context), rows_of(7)
+    experts = layer.expert_weights._modules
+    if called:
+        layer(x)
+    experts["1"].w2 = experts["0"].w2
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"weights\.0\.w2 and expert_weights\.1\.w2 are one parameter"):
+            layer(x)
+    with torch.no_grad():
+        served = layer(x)
+    with pytest.raises(InputError, match="are one parameter"):
+        layer(x)
+    experts["1"].w2 = nn.Parameter(experts["0"].w2.detach().clone())
+    assert torch.equal(layer(x), served)
+    one = experts["0"].w2.detach().clone().requires_grad_()
+    given = {"expert_weights.0.w2": one, "expert_weights.1.w2": one}
+    torch.func.functional_call(layer, given, (x,)).sum().backward()
+    assert one.grad is not None
+
+
 def test_an_assigned_parameter_of_another_shape_is_refused(context):
     expert = made(context).expert_weights.get_submodule("3")
     with pytest.raises(InputError, match=r"w2 of an expert must be replaced by a parameter of its shape \[16, 8\]"):
