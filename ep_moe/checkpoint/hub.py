@@ -20,16 +20,18 @@ _LONGEST_S = 86400.0  # deadline of the ranks that wait for a download
 
 
 class HubOptions(TypedDict, total=False):
-    """Options of the lookup of a model's name, as in `from_pretrained`. They are not used for a local folder.
+    """Options of the lookup of a model's name, as in `from_pretrained`.
 
     revision: branch, tag or commit; token: the Hub's access token; cache_dir: default: that of huggingface_hub;
-    local_files_only: do not download
+    local_files_only: do not download; subfolder: a folder within the named one, also within a local folder, for which
+    the others are not used
     """
 
     revision: str | None
     token: str | bool | None
     cache_dir: str | Path | None
     local_files_only: bool
+    subfolder: str
 
 
 def model_folder(
@@ -62,10 +64,12 @@ def model_folder(
         """Return the folder, and the commit if it was found by huggingface_hub."""
         if not isinstance(path, str | Path) or os.path.isfile(path):
             raise CheckpointError(f"path must be a folder or the name of a model, got {path!r}")
+        below = _subfolder(hub)
         if os.path.isdir(path):
-            return Path(path), None
-        folder = _download(str(path), weights, {**hub, **more})
-        return folder, folder.name
+            return _inside(Path(path), below), None
+        options = {name: value for name, value in hub.items() if name != "subfolder"}
+        folder = _download(str(path), weights, below, {**options, **more})
+        return _inside(folder, below), folder.name
 
     if consensus is None:
         return look()[0]
@@ -91,16 +95,34 @@ def _try(look: Callable[[], tuple[Path, str | None]]) -> tuple[tuple[Path, str |
         return None, error
 
 
-def _download(name: str, weights: bool, hub: Mapping[str, Any]) -> Path:
+def _subfolder(hub: HubOptions) -> str:
+    """Return the subfolder that is asked for, "" for none. Raise ConfigError unless it is within the folder."""
+    below = hub.get("subfolder") or ""
+    if not isinstance(below, str) or PurePosixPath(below).is_absolute() or ".." in PurePosixPath(below).parts:
+        raise ConfigError(f"subfolder must be the name of a folder within the model's, got {below!r}")
+    return below and PurePosixPath(below).as_posix()
+
+
+def _inside(folder: Path, below: str) -> Path:
+    if below and not (folder / below).is_dir():
+        raise CheckpointError(f"{folder} has no folder {below!r}; check subfolder")
+    return folder / below
+
+
+def _download(name: str, weights: bool, below: str, hub: Mapping[str, Any]) -> Path:
     no_folder = f"there is no folder {name}"
     if importlib.util.find_spec("huggingface_hub") is None:
         raise ConfigError(f"{no_folder}, and names of the Hugging Face Hub need huggingface_hub; install ep-moe[hf]")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
+    within = below and f"{below}/"
     try:
         folder = snapshot_download(
-            name, allow_patterns=_SMALL + _WEIGHTS * weights, ignore_patterns=_OTHER_FORMS, **hub
+            name,
+            allow_patterns=[within + pattern for pattern in _SMALL + _WEIGHTS * weights],
+            ignore_patterns=[within + pattern for pattern in _OTHER_FORMS],
+            **hub,
         )
     except HFValidationError as error:
         raise CheckpointError(f"{no_folder}; give the folder of a checkpoint, or a name such as org/model") from error

@@ -52,7 +52,7 @@ def load_layers(
         path: The folder of a checkpoint, or the name of a model on the Hugging Face Hub.
         family: A name in `ep_moe.checkpoint.model_names.CHECKPOINT_NAMES`, or the names themselves.
         progress: Show the progress on rank 0: a bar on a terminal, otherwise lines on stderr.
-        hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
+        hub: `revision`, `token`, `cache_dir`, `local_files_only` and `subfolder`, as in `from_pretrained`.
 
     Returns:
         The source, for its `bytes_read`.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -18,6 +19,7 @@ from transformers.models.auto.modeling_auto import (
 from ep_moe.checkpoint.formats import PLAIN_DTYPES
 from ep_moe.checkpoint.hub import HubOptions, model_folder, read_object
 from ep_moe.checkpoint.model_names import ALIASES
+from ep_moe.checks import shown
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.types import dtype_name
 
@@ -35,7 +37,7 @@ def read_config(path: str | Path, **hub: Unpack[HubOptions]) -> Any:
 
     Args:
         path: A folder, or the name of a model on the Hugging Face Hub.
-        hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
+        hub: `revision`, `token`, `cache_dir`, `local_files_only` and `subfolder`, as in `from_pretrained`.
 
     Returns:
         The configuration, a `PretrainedConfig`.
@@ -63,8 +65,7 @@ def read_whole_config(folder: Path) -> tuple[Any, Any]:
         _refuse_nan(raw, file)
         _check_dtype(raw, file)
         whole = _by_transformers(folder, raw, file)
-        text = whole.get_text_config()
-        text.dtype = text.dtype or whole.dtype
+        text = _text_config(whole)
     except CheckpointError:
         raise
     except Exception as error:
@@ -73,7 +74,33 @@ def read_whole_config(folder: Path) -> tuple[Any, Any]:
     return whole, text
 
 
-def class_of(whole: Any, folder: Path) -> type[PreTrainedModel]:
+def check_given_config(config: Any) -> tuple[Any, Any]:
+    """Return a copy of a configuration that the user gives, and that of its text model.
+
+    Raises:
+        ConfigError: It is no configuration of transformers, or a field has an invalid value.
+    """
+    if not isinstance(config, PreTrainedConfig):
+        raise ConfigError(
+            f"config must be a configuration, such as AutoConfig.from_pretrained(path) returns, got {shown(config)}"
+        )
+    whole = copy.deepcopy(config)
+    try:
+        _refuse_nan(whole.to_dict(), "config")
+        text = _text_config(whole)
+        _check_sizes(text, "config")
+    except CheckpointError as error:
+        raise ConfigError(str(error).replace("mend the file", "pass another value")) from error
+    return whole, text
+
+
+def _text_config(whole: Any) -> Any:
+    text = whole.get_text_config()
+    text.dtype = text.dtype or whole.dtype
+    return text
+
+
+def class_of(whole: Any, where: str) -> type[PreTrainedModel]:
     """Return the class that config.json names for a multimodal model.
 
     Raises:
@@ -86,7 +113,7 @@ def class_of(whole: Any, folder: Path) -> type[PreTrainedModel]:
     named = [name for name in whole.architectures or () if name in known]
     if not named:
         raise ConfigError(
-            f"{folder / 'config.json'}: architectures must name the class of a model_type {whole.model_type!r}, one of "
+            f"{where}: architectures must name the class of a model_type {whole.model_type!r}, one of "
             f"{', '.join(known) or 'none that transformers has'}, got {whole.architectures!r}"
         )
     return known[named[0]]
@@ -123,7 +150,7 @@ def _version() -> str:
     return str(transformers.__version__)
 
 
-def _refuse_nan(value: Any, file: Path) -> None:
+def _refuse_nan(value: Any, file: Path | str) -> None:
     """Raise CheckpointError for NaN or infinity. Python's JSON parser accepts them, and outputs would become NaN."""
     for where, number in _numbers(value, ""):
         if not math.isfinite(number):
@@ -150,7 +177,7 @@ def _check_dtype(raw: dict[str, Any], file: Path) -> None:
                 raise CheckpointError(f"{file}: {name} must be one of {known}, got {value!r}; mend the file")
 
 
-def _check_sizes(config: Any, file: Path) -> None:
+def _check_sizes(config: Any, file: Path | str) -> None:
     """Raise CheckpointError for a size that is no positive integer. torch's own error would not name the field."""
     for each in (*_SIZES, *_SIZES_IF_ANY):
         name = config.attribute_map.get(each, each)

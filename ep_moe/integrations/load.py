@@ -24,32 +24,51 @@ from ep_moe.checkpoint.reader import read_experts, requantization_warnings
 from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.checkpoint.unexpected_tensors import summarize_names
 from ep_moe.errors import CheckpointError, ConfigError
-from ep_moe.integrations.config_file import ADAPTER, class_of, read_whole_config
+from ep_moe.integrations.config_file import ADAPTER, check_given_config, class_of, read_whole_config
 from ep_moe.integrations.families import FAMILIES, Family, checked_config
 from ep_moe.integrations.find_experts import find_experts
 from ep_moe.integrations.generic import ExpertParallelExperts, write_expert
+from ep_moe.integrations.pretrained_arguments import as_dtype
 from ep_moe.layer import MoELayer
 from ep_moe.runtime.progress import Progress
 
+_FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+
 
 def build_model_on_meta(
-    folder: Path, dtype: torch.dtype | None, model_class: Any, num_labels: int | None
+    folder: Path,
+    dtype: torch.dtype | None,
+    model_class: Any,
+    num_labels: int | None,
+    config: Any = None,
+    attn_implementation: Any = None,
 ) -> tuple[PreTrainedModel, Family | None, torch.dtype]:
     """Build the model of a folder on the meta device.
 
     A multimodal model is built whole if its experts are modules of their own. If they can only be replaced as blocks
     of a known family, its text model alone is built, with a warning.
 
+    Args:
+        folder: The folder of the checkpoint.
+        dtype: Default: the configuration's. If that states none, the first one of a float tensor in the files.
+        model_class: As `load_pretrained` takes it.
+        num_labels: As `load_pretrained` takes it.
+        config: A configuration to use instead of config.json.
+        attn_implementation: As `load_pretrained` takes it.
+
     Returns:
         The model, the family whose blocks are to be replaced (None: experts only), and the dtype.
     """
-    whole, text = read_whole_config(folder)
-    dtype = dtype or whole.dtype or text.dtype or torch.float32
+    whole, text = read_whole_config(folder) if config is None else check_given_config(config)
+    dtype = dtype or as_dtype("config.dtype", whole.dtype or text.dtype) or _stored_dtype(folder)
+    asked = config is not None or attn_implementation is not None
 
     def built(config: Any) -> PreTrainedModel:
         if num_labels is not None:
             config.num_labels = num_labels
-        return on_meta(folder, config, dtype, model_class)
+        if attn_implementation is not None:
+            config._attn_implementation = attn_implementation
+        return on_meta(folder, config, dtype, model_class, asked=asked)
 
     if text.model_type not in FAMILIES:
         return built(whole), None, dtype
@@ -62,7 +81,16 @@ def build_model_on_meta(
             f"{folder}: of the model {whole.model_type!r} its text model {text.model_type!r} alone is loaded",
             stacklevel=3,
         )
-    return built(checked_config(folder)[0]), FAMILIES[text.model_type], dtype
+    if config is None:
+        text = checked_config(folder)[0]
+    return built(text), FAMILIES[text.model_type], dtype
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    """Return the dtype of the first float tensor of a checkpoint that is not quantized, as transformers does."""
+    source = CheckpointSource(folder)
+    kinds = (source.header(name)[0] for name in source.names())
+    return next((_FLOATS[kind] for kind in kinds if kind in _FLOATS), torch.float32)
 
 
 def warn_of_adapter(folder: Path) -> None:
@@ -75,12 +103,19 @@ def warn_of_adapter(folder: Path) -> None:
         )
 
 
-def on_meta(folder: Path, config: Any, dtype: torch.dtype, model_class: Any = None) -> PreTrainedModel:
+def on_meta(
+    folder: Path, config: Any, dtype: torch.dtype, model_class: Any = None, *, asked: bool = False
+) -> PreTrainedModel:
+    """Build a model on the meta device.
+
+    asked: whether the user gives a configuration or an attention implementation, for messages
+    """
+    where = "config" if asked else str(folder / "config.json")
     if dtype not in PLAIN_DTYPES:
         raise ConfigError(f"dtype must be torch.bfloat16, float16, float32 or float64, got {dtype!r}")
     if model_class is None and (task := classifies(config)) is not None:
         raise ConfigError(
-            f"{folder / 'config.json'}: architectures names a model with another head, {task[0]}; call load_pretrained "
+            f"{where}: architectures names a model with another head, {task[0]}; call load_pretrained "
             f"with model_class=transformers.AutoModel{task[1]}"
         )
     try:
@@ -88,14 +123,18 @@ def on_meta(folder: Path, config: Any, dtype: torch.dtype, model_class: Any = No
             if model_class is not None:
                 return made_by(model_class, config, dtype)
             if config.get_text_config() is not config:
-                return class_of(config, folder)._from_config(config, dtype=dtype)
+                return class_of(config, where)._from_config(config, dtype=dtype)
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except ConfigError:
         raise
     except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        if asked:
+            raise ConfigError(
+                f"transformers cannot build the model of config and attn_implementation: {said}; pass other values"
+            ) from error
         raise CheckpointError(
-            f"{folder / 'config.json'}: transformers cannot build the model that it describes: "
-            f"{type(error).__name__}: {error}; mend the file"
+            f"{where}: transformers cannot build the model that it describes: {said}; mend the file"
         ) from error
 
 

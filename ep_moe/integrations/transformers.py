@@ -19,7 +19,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ep_moe.checkpoint.formats import PLAIN_DTYPES
 from ep_moe.checkpoint.hub import HubOptions, model_folder
@@ -56,6 +56,7 @@ from ep_moe.integrations.load import (
 )
 from ep_moe.integrations.lora_guard import guard_adapters
 from ep_moe.integrations.model_hooks import RouterLogitsHook
+from ep_moe.integrations.pretrained_arguments import FromPretrainedOptions, check_arguments, dtype_asked_for
 from ep_moe.integrations.push import export_weights as export_weights
 from ep_moe.integrations.push import load_weights as load_weights
 from ep_moe.integrations.save import save_model
@@ -200,7 +201,7 @@ def load_pretrained(
     path: str | Path,
     context: EPContext,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     expert_map: ExpertMap | None = None,
     all2all: str = explain.AUTO,
     experts: str = explain.AUTO,
@@ -211,8 +212,10 @@ def load_pretrained(
     tuned: Tuned | None = None,
     model_class: Any = None,
     num_labels: int | None = None,
+    config: PreTrainedConfig | None = None,
+    attn_implementation: str | dict[str, str] | None = None,
     progress: bool = True,
-    **hub: Unpack[HubOptions],
+    **hub: Unpack[FromPretrainedOptions],
 ) -> PreTrainedModel:
     """Load a model from a checkpoint, with expert-parallel MoE layers.
 
@@ -222,7 +225,8 @@ def load_pretrained(
         path: The folder of a checkpoint, or the name of a model on the Hugging Face Hub, such as "org/model". One rank
             of each host downloads what the cache lacks.
         context: The ranks and what their layers share. All ranks call this.
-        dtype: The model's dtype. Default: that of config.json, or float32 if it states none.
+        dtype: The model's dtype, or its name. Default, and "auto": that of the configuration, or of the files if it
+            states none.
         expert_map: As `MoELayer` takes it.
         all2all: As `MoELayer` takes it.
         experts: As `MoELayer` takes it.
@@ -235,8 +239,11 @@ def load_pretrained(
             head that the checkpoint lacks is initialized, equal on all ranks, with a warning. Default: a causal
             language model.
         num_labels: The number of labels of a classification head. Default: that of config.json.
+        config: A configuration instead of the folder's config.json, as in `from_pretrained`.
+        attn_implementation: As in `from_pretrained`.
         progress: Show progress on rank 0: a bar on a terminal, else lines on stderr.
-        hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
+        hub: `revision`, `token`, `cache_dir`, `local_files_only` and `subfolder`, as in `from_pretrained`. Other
+            arguments of `from_pretrained` are refused if they would change the result.
 
     Returns:
         The model in eval mode, on the context's device.
@@ -246,13 +253,20 @@ def load_pretrained(
         ConfigError: On all ranks, if the model or an argument is not supported.
     """
     check_context("load_pretrained", context)
-    folder = model_folder(path, context.consensus, **hub)
+    with context.consensus.propagate_errors("load_pretrained"):
+        asked_dtype = dtype_asked_for(dtype, hub.get("torch_dtype"))
+        lookup = check_arguments(hub, load_pretrained.__annotations__)
+    folder = model_folder(path, context.consensus, **lookup)
     layer_options: dict[str, Any] = {
         "expert_map": expert_map, "all2all": all2all, "experts": experts, "quantization": quantization, "wire": wire,
         "pipeline": pipeline, "options": options, "tuned": tuned,
     }  # fmt: skip
     with load_errors_on_all_ranks(folder, context.consensus):
-        model, known, dtype = build_model_on_meta(folder, dtype, model_class, num_labels)
+        model, known, dtype = build_model_on_meta(
+            folder, asked_dtype, model_class, num_labels, config, attn_implementation
+        )
+        facts = {f"config.{name}": value for name, value in model.config.to_dict().items() if name[0] != "_"}
+        context.consensus.require_equal("load_pretrained", facts, None)
         family, fresh = family_to_replace(model, known, fresh=True), set(head_names(model) if model_class else ())
         keep_in_float32(model, dtype)
         files = model_files(model, folder) if family is None else None
@@ -299,7 +313,7 @@ def read_moe_config(path: str | Path, context: EPContext, **hub: Unpack[HubOptio
     Args:
         path: A folder, or a name on the Hugging Face Hub.
         context: The ranks. All of them call this.
-        hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
+        hub: `revision`, `token`, `cache_dir`, `local_files_only` and `subfolder`, as in `from_pretrained`.
 
     Returns:
         The configuration.
@@ -321,7 +335,7 @@ def num_experts(path: str | Path, context: EPContext, **hub: Unpack[HubOptions])
     """
     folder = model_folder(path, context.consensus, weights=False, **hub)
     with load_errors_on_all_ranks(folder, context.consensus):
-        model, family, _ = build_model_on_meta(folder, None, None, None)
+        model, family, _ = build_model_on_meta(folder, torch.float32, None, None)
         if family is not None:
             return checked_config(folder)[1].num_experts
         found = {one.layout.experts for one in find_experts(model).values()}
@@ -347,7 +361,7 @@ def calibrated_wire(
         context: The ranks. All of them call this.
         dispatch: `Wire.dispatch`, a format with one scale.
         combine: `Wire.combine`.
-        hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
+        hub: `revision`, `token`, `cache_dir`, `local_files_only` and `subfolder`, as in `from_pretrained`.
 
     Returns:
         The wire, for `load_pretrained`.

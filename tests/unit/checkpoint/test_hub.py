@@ -130,8 +130,30 @@ def test_what_is_asked_of_the_library(checkpoints, monkeypatch):
         allow_patterns=whole["allow_patterns"], ignore_patterns=whole["ignore_patterns"],
     )  # fmt: skip
     assert list(kept) == wanted
-    with pytest.raises(TypeError, match="unexpected keyword argument revison; of the Hub there are revision, token"):
+    with pytest.raises(ConfigError, match=r"load_pretrained has no argument 'revison' \(did you mean 'revision'\?\)"):
         load_pretrained(NAME, local(), revison="v2")
+    with pytest.raises(TypeError, match="unexpected keyword argument revison; of the Hub there are revision, token"):
+        read_moe_config(NAME, local(), revison="v2")
+
+
+def test_a_subfolder_of_a_name(checkpoints, tmp_path, monkeypatch):
+    """Only the files of the subfolder are downloaded."""
+    asked = []
+
+    def download(name, **options):
+        asked.append(options)
+        return tmp_path
+
+    shutil.copytree(checkpoints["mixtral single"].folder, tmp_path / "a" / "b")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert model_folder(NAME, subfolder="a/b/", revision="v2") == tmp_path / "a" / "b"
+    (options,) = asked
+    assert (options["revision"], "subfolder" in options) == ("v2", False)
+    kept = huggingface_hub.utils.filter_repo_objects(
+        ["a/b/model.safetensors", "a/b/config.json", "model.safetensors", "a/b/original/model.safetensors", "a/c.json"],
+        allow_patterns=options["allow_patterns"], ignore_patterns=options["ignore_patterns"],
+    )  # fmt: skip
+    assert list(kept) == ["a/b/model.safetensors", "a/b/config.json"]
 
 
 def test_names_that_are_nowhere(tmp_path, monkeypatch):

@@ -121,22 +121,23 @@ def test_a_loaded_model_generates_as_its_folder_says(stated, context, tmp_path, 
         (torch.float16, torch.bfloat16, torch.bfloat16, torch.float16),
         (None, torch.bfloat16, torch.float16, torch.bfloat16),
         (None, None, torch.float16, torch.float16),
-        (None, None, None, torch.float32),
+        (None, None, None, torch.float64),
     ],
 )
 def test_a_dtype_that_is_not_asked_for_is_the_configurations(asked, whole, text, found, monkeypatch):
     configs = SimpleNamespace(dtype=whole), SimpleNamespace(dtype=text, model_type="no family of ours")
     monkeypatch.setattr(load, "read_whole_config", lambda folder: configs)
-    monkeypatch.setattr(load, "on_meta", lambda *given: given)
+    monkeypatch.setattr(load, "on_meta", lambda *given, asked: given)
+    monkeypatch.setattr(load, "_stored_dtype", lambda folder: torch.float64)
     model, family, dtype = load.build_model_on_meta(Path("m"), asked, "a class", None)
     assert model == (Path("m"), configs[0], found, "a class")
     assert (family, dtype) == (None, found)
 
 
 def test_labels_that_are_asked_for_are_the_models(monkeypatch):
-    config = SimpleNamespace(dtype=None, model_type="no family of ours", num_labels=2)
+    config = SimpleNamespace(dtype=torch.float32, model_type="no family of ours", num_labels=2)
     monkeypatch.setattr(load, "read_whole_config", lambda folder: (config, config))
-    monkeypatch.setattr(load, "on_meta", lambda *given: contextlib.nullcontext())
+    monkeypatch.setattr(load, "on_meta", lambda *given, asked: contextlib.nullcontext())
     load.build_model_on_meta(Path("m"), None, None, None)
     assert config.num_labels == 2
     load.build_model_on_meta(Path("m"), None, None, 7)

@@ -107,7 +107,7 @@ def test_a_layers_number_is_the_first_in_the_name_of_its_block(block, number):
 
 def test_classes_that_are_none_are_refused(tmp_path):
     quiet()
-    tiny_config("mixtral").save_pretrained(tmp_path)
+    tiny_config("mixtral", dtype="float32").save_pretrained(tmp_path)
     context = EPContext.local(rank_device())
     with pytest.raises(ConfigError, match="model_class must be a model class of transformers or an auto class"):
         load_pretrained(tmp_path, context, model_class=torch.nn.Linear, progress=False)
@@ -132,7 +132,7 @@ def test_the_user_is_not_asked_to_run_code_of_a_checkpoint(monkeypatch):
 def test_a_head_that_is_no_language_models_is_asked_for_by_its_class(task, tmp_path):
     quiet()
     config = tiny_config("mixtral")
-    config.architectures = [f"Mixtral{task}"]
+    config.architectures, config.dtype = [f"Mixtral{task}"], torch.float32
     config.save_pretrained(tmp_path)
     with pytest.raises(
         ConfigError, match=rf"another head, Mixtral{task}; .* model_class=transformers\.AutoModel{task}"
