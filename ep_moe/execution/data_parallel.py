@@ -10,10 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ep_moe.execution.rank_comparison import ComparedLayer
 
-_WRAPPED = (
-    "DistributedDataParallel has overwritten the experts of each rank with rank 0's, and would average gradients of "
-    "different experts; wrap DistributedDataParallel(ep_moe.training.exclude_experts(model)), and load the weights anew"
-)
 _JOINED = (
     "DistributedDataParallel.join() lets a rank end while the others wait for its experts; remove join, and on a "
     "rank without a batch call the layer with x[:0], or ep_moe.integrations.transformers.idle_step"
@@ -33,9 +29,6 @@ def join_problem(wrapper: DistributedDataParallel) -> str | None:
 
 def wrapper_problem(wrapper: DistributedDataParallel, layer: ComparedLayer) -> str | None:
     """Return None, or what is wrong with a wrapper for a layer's experts. Warn if dense gradients may be sums."""
-    managed = {id(parameter) for parameter in wrapper._module_parameters}
-    if any(id(p) in managed for p in layer.expert_weights.parameters()):
-        return _WRAPPED
     layout = layer.context.layout
     ranks = sorted(dist.get_process_group_ranks(wrapper.process_group))
     if ranks not in (sorted(layout.group("stage")), sorted(layout.group("dp"))):

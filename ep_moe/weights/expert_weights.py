@@ -16,19 +16,20 @@ Initializers compute the right fan-in from the shape of each half.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ep_moe.checks import as_id, shown
 from ep_moe.errors import InputError
 from ep_moe.quant.damaged import damaged, damaged_products
 from ep_moe.quant.schemes import PLAIN
 from ep_moe.types import dtype_name
+from ep_moe.weights.data_parallel import refuse_data_parallel
 from ep_moe.weights.full_state import unshare_storages
 from ep_moe.weights.initial import initial_expert
 from ep_moe.weights.layouts.base import WeightLayout
@@ -66,6 +67,14 @@ class ExpertWeights(ExpertSlots):
         if name.isdigit() and not self.has_expert_parameters and int(name) in self.slots_of_expert:
             return SimpleNamespace(**self._parts(self.slot(self.slots_of_expert[int(name)][0])))
         return super().__getattr__(name)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over the parameters. Raise ConfigError for a `DistributedDataParallel` that would overwrite them."""
+        if not recurse:  # as the wrapper asks each module
+            refuse_data_parallel(self)
+        return super().named_parameters(prefix, recurse, remove_duplicate)
 
     # --- reading -----------------------------------------------------------------------------------------------
 

@@ -5,12 +5,13 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import SequentialSampler
 
-from ep_moe import ConfigError, EPContext, InputError, MoELayer, ParallelConfig, training
+from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoELayer, ParallelConfig, training
 from ep_moe.integrations.transformers import expert_parallel
 from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.parts import local
@@ -40,6 +41,33 @@ def test_a_call_before_the_wrapper_counts_as_those_through_it(world_size):
             found.append([parameter.grad for parameter in model.parameters()])
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other)  # the same sums, divided before or after
+
+
+@distributed(2, deadline_s=60)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("kind", ["trained", "frozen", "quantized"])
+def test_a_wrapper_that_would_overwrite_experts_is_refused_before(kind, uneven, compiled, world_size):
+    """DDP without `exclude_experts` is refused on all ranks, also on one without experts, and changes no weight.
+
+    Afterwards the model can be wrapped as the message says.
+    """
+    with EPContext.from_groups(device=rank_device(), deadline_s=20) as context:
+        held = ExpertMap.uneven([CONFIG.num_experts, 0]) if uneven else None
+        options = {"quantization": "fp8_dynamic"} if kind == "quantized" else {}
+        layer = MoELayer(CONFIG, context, expert_map=held, **options)
+        if kind == "frozen":
+            layer.expert_weights.requires_grad_(False)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH, device=context.device), layer)
+        before = [parameter.clone() for parameter in model.parameters()]
+        whole = torch.compile(model, backend="eager") if compiled else model
+        with pytest.raises(ConfigError, match=r"would overwrite the experts .*exclude_experts\(model\)\)"):
+            DistributedDataParallel(whole)
+        for parameter, kept in zip(model.parameters(), before, strict=True):
+            assert torch.equal(parameter.view(torch.uint8), kept.view(torch.uint8))
+        wrapped = DistributedDataParallel(training.exclude_experts(whole))
+        with torch.no_grad():
+            assert wrapped(torch.ones(4, WIDTH, device=context.device)).isfinite().all()
 
 
 def torchs_fsdp(model):
