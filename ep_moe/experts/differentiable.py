@@ -55,28 +55,30 @@ class Attached(Function):
 
 
 class Version(NamedTuple):
-    """The state of the weights at the start of a call, equal on all ranks.
+    """The state of the weights at the start of a call.
 
     expert_map: which experts the slots hold
     updates: how often this package has written the weights
+    steps: how many optimizer steps have updated the layer
     call: the number of this call, counting calls with gradients enabled
     """
 
     expert_map: ExpertMap
     updates: int
+    steps: int
     call: int
 
 
 def begin_forward(weights: ExpertWeights) -> Version:
     """Begin the forward of a call: count it, and return the version of the weights. Call this once per call."""
     weights.calls += 1
-    return Version(weights.expert_map, weights.updates, weights.calls)
+    return Version(weights.expert_map, weights.updates, weights.steps, weights.calls)
 
 
 def begin_backward(weights: ExpertWeights, version: Version, *, learns: bool) -> bool:
     """Begin the backward of a call: refuse weights that changed since forward. Each node for experts calls this first.
 
-    version: the version of the weights in forward. Autograd does not notice kernels that write in place
+    version: the version of the weights in forward. Autograd does not notice kernels and optimizers that write in place
     learns: whether one of the experts' tensors needs a gradient
 
     Returns whether to call `gradient_sum.contribute_zeros()` after all exchanges of the node. Peers sum the gradients
@@ -92,6 +94,11 @@ def begin_backward(weights: ExpertWeights, version: Version, *, learns: bool) ->
         raise InputError(
             f"{what} between the forward and the backward of a call, so gradients would belong to other weights; do "
             "this after backward, and run the step again"
+        )
+    if version.steps != weights.steps:
+        raise InputError(
+            "an optimizer has updated the layer's parameters between the forward and the backward of a call, so "
+            "gradients would belong to other weights; call optimizer.step() after the backward of all calls"
         )
     if weights.each_backward is not None:
         weights.each_backward(version.call)

@@ -21,7 +21,7 @@ from ep_moe.router import Router
 from ep_moe.runtime.devices import is_other_gpu_current
 from ep_moe.training.parameters import check_context, compare_ranks, expert_parameters, expert_weights_of
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.optimizers import mark_replaced_parameters
+from ep_moe.weights.optimizers import guard_optimizers, mark_replaced_parameters
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -142,6 +142,8 @@ def fully_shard(
         weights.unstack()
         gradients.sharded = True
         shard(weights, mesh=own, **options)
+        for parameter in weights.parameters():  # FSDP2 has made new ones
+            guard_optimizers(parameter, weights)
         gradients.shard_divisor = _divisor_of(weights, gradients.replicas.size)
     kept = {p for weights in expert_weights_of(model) for p in weights.parameters()}
     for parameter, weights in before.items():

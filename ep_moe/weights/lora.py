@@ -132,9 +132,8 @@ def add_lora(weights: ExpertSlots, ranks: Mapping[str, LowRank], seed: int) -> E
     weights.requires_grad_(False)
     num_experts = weights.config.num_experts
     weights.lora = lora = ExpertLora(weights.stored_tensors(), ranks, weights.local_experts, seed, num_experts)
-    if weights.gradient_sum.ep.size > 1:
-        for parameter in lora.parameters():
-            guard_optimizers(parameter, weights)
+    for parameter in lora.parameters():
+        guard_optimizers(parameter, weights)
     return lora
 
 

@@ -9,6 +9,8 @@ with the first expert parameters.
   under any map. torch has no hook for an optimizer before its first step, so the check starts with that step. A state
   that `load_state_dict` restored is unchecked until then.
 - Steps that would make ranks diverge are refused, and steps of parameters that no longer belong to their layer.
+- Each layer counts the steps that update its parameters. A backward refuses weights that were updated since forward.
+  Autograd does not see all such writes: fused optimizers, DTensors, and checkpoints that compute a forward again.
 - A checksum of the gradients is taken before some steps. A later backward compares it over ranks, to detect that the
   gradients of different experts were averaged.
 """
@@ -98,10 +100,12 @@ def _owners(optimizer: Optimizer, attribute: str) -> list[ExpertSlots]:
 def guard_optimizers(parameter: Parameter, weights: ExpertSlots) -> None:
     """Mark an expert parameter for the checks of optimizers, and install their hooks.
 
-    `summed_over_ranks` marks a gradient that is a sum over ranks. `differs_between_ranks` marks a parameter of an EP
-    group of several ranks, which hold different experts.
+    `of_layer` marks a parameter of a layer. `summed_over_ranks` marks a gradient that is a sum over ranks.
+    `differs_between_ranks` marks a parameter of an EP group of several ranks, which hold different experts.
     """
-    parameter.summed_over_ranks = owner = _Owner(weights)  # type: ignore[attr-defined]
+    parameter.of_layer = owner = _Owner(weights)  # type: ignore[attr-defined]
+    if not weights.gradient_sum.of_one_rank:
+        parameter.summed_over_ranks = owner  # type: ignore[attr-defined]
     if weights.gradient_sum.ep.size > 1:
         parameter.differs_between_ranks = owner  # type: ignore[attr-defined]
     _install()
@@ -110,12 +114,13 @@ def guard_optimizers(parameter: Parameter, weights: ExpertSlots) -> None:
 def guard_router_optimizers(router: Module, weights: ExpertSlots) -> None:
     """Mark the parameters of a layer's router, and install the hooks of optimizers.
 
-    By these parameters, a rank without experts finds the layers whose experts its peers' optimizers may hold.
+    By `beside_experts`, a rank without experts finds the layers whose experts its peers' optimizers may hold.
     """
-    if weights.gradient_sum.ep.size > 1:
-        for parameter in router.parameters():
-            parameter.beside_experts = _Owner(weights)  # type: ignore[attr-defined]
-        _install()
+    for parameter in router.parameters():
+        parameter.of_layer = owner = _Owner(weights)  # type: ignore[attr-defined]
+        if weights.gradient_sum.ep.size > 1:
+            parameter.beside_experts = owner  # type: ignore[attr-defined]
+    _install()
 
 
 def mark_replaced_parameters(parameters: Iterable[Parameter], weights: ExpertSlots) -> None:
@@ -278,7 +283,16 @@ def _refuse_sums_beside_means(optimizer: Optimizer, weights: ExpertSlots) -> Non
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Guard the `state_dict()` of every optimizer: `add_param_group` may add experts to any of them later."""
+    """Count the step in the layers that it has updated, and guard the optimizer's `state_dict()`.
+
+    Every optimizer is guarded, because `add_param_group` may add experts to any of them later.
+    """
+    updated = {
+        owner for group in optimizer.param_groups for p in group["params"]
+        if isinstance(owner := getattr(p, "of_layer", None), _Owner) and p.grad is not None
+    }  # fmt: skip
+    for weights in {owner() for owner in updated} - {None}:
+        weights.steps += 1  # type: ignore[union-attr]
     if not optimizer.__dict__.get("_guarded_by_ep_moe"):
         optimizer._guarded_by_ep_moe = True  # type: ignore[attr-defined]
         optimizer.register_state_dict_post_hook(_guard)

@@ -76,8 +76,7 @@ def attach_assigned_parameters(weights: ExpertSlots) -> None:
             view.copy_(next(values))
             _make_view(found, view)
             kept = found
-            if weights.gradient_sum.ep.size > 1:
-                guard_optimizers(kept, weights)
+            guard_optimizers(kept, weights)
         if found is kept:  # an assigned parameter under a substituted one is copied after the call
             module.replaced.pop(part, None)
         own = own and found is kept

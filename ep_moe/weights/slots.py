@@ -86,6 +86,7 @@ class ExpertSlots(nn.Module):
         self.expert_map = expert_map
         self.num_slots = expert_map.num_slots(ep_rank)
         self.updates = 0  # calls that may have written weights; equal on all ranks
+        self.steps = 0  # optimizer steps that updated parameters of the layer
         self.calls = 0  # calls of the layer with gradients enabled
         self.in_rebalance: Callable[[], bool] = lambda: False  # whether an ExpertBalancer plans or makes moves
         self._dtype = dtype or torch.get_default_dtype()
@@ -317,8 +318,7 @@ class ExpertSlots(nn.Module):
                 for part, view in split_parts(name, tensor[first], self.config.activation.gated).items():
                     parameter = etp_parameter(view, part, self._mesh, requires_grad)
                     module.register_parameter(part, parameter)
-                    if not self.gradient_sum.of_one_rank:
-                        guard_optimizers(parameter, self)
+                    guard_optimizers(parameter, self)
                     views.append((parameter, view))
             modules[str(expert)] = module
         cast("ExpertModules", self._modules).hold(modules)
