@@ -7,6 +7,7 @@ and wait for the device.
 
 from __future__ import annotations
 
+import re
 import warnings
 import weakref
 from collections import Counter
@@ -20,13 +21,14 @@ from torch import Tensor, nn
 from ep_moe.errors import InputError
 from ep_moe.execution.expert_comparison import ComparedExperts, compare_experts, mixing_problem, warn_of_twins
 from ep_moe.execution.similarity import Similarity
-from ep_moe.parallel.call_facts import different_backwards
+from ep_moe.parallel.call_facts import LEARNING_FACTS_PREFIX, different_backwards
 from ep_moe.parallel.checksum import checksum, is_compared
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.types import capturing
 from ep_moe.weights.expert_weights import ExpertWeights
 
 _IN_BACKWARD = "backward by the comparison of ranks"
+_OF_RANK = re.compile(r"^rank \d+: ")  # of `RankGroup.agree`
 
 
 class ComparedLayer(ComparedExperts, Protocol):
@@ -76,13 +78,14 @@ class BackwardComparison:
     def __init__(self, layer: ComparedLayer) -> None:
         self._layer = weakref.ref(layer)  # weak, because the layer's weights hold methods of this object
         self._backwards = {"lockstep": 0, "expert_data": 0}
+        self._begun = 0  # backwards of the layer
         self._last = 0  # the call whose backward ran last
         self._warned = self._warned_of_buffer = False
         self._differs: set[str] = set()  # the kinds of group whose dense parameters differ
         self.similarity = Similarity()
         self.mixed: tuple[str, int] | None = None  # a problem of the experts, and the weights' `updates` at that time
         layout, weights = layer.context.layout, layer.expert_weights
-        if layout.lockstep > 1:
+        if layout.lockstep > 1 or layout.replicas > 1:
             weights.each_backward = self.on_backward
         if layout.replicas > 1:
             weights.gradient_sum.each_sum = self.on_sum
@@ -93,8 +96,46 @@ class BackwardComparison:
         The difference to the previous backward's number must be equal on all ranks, else they run backward of different
         calls.
         """
+        self._compare_learning()
         step, self._last = call - self._last, call
-        self.compare_in_backward("lockstep", step)
+        layer = self._layer()
+        if layer is not None and layer.context.layout.lockstep > 1:
+            self.compare_in_backward("lockstep", step)
+
+    def _compare_learning(self) -> None:
+        """Compare which experts learn on the ranks that sum gradients of the same experts.
+
+        A rank whose experts are all frozen does not enter the sum, and the others would wait for it. CPUs compare in
+        each backward, GPUs in those of `is_compared`.
+
+        Raises:
+            InputError: on all ranks of the stage, if requires_grad differs.
+        """
+        layer = self._layer()
+        if layer is None or capturing(layer.context.device):
+            return
+        weights, groups, device = layer.expert_weights, layer.context.rank_groups, layer.context.device
+        if layer.context.layout.replicas == 1 or weights.sharded or not weights.has_expert_parameters:
+            return
+        self._begun += 1
+        if not (meets_before_sums(device) or is_compared(self._begun)):
+            return
+        recorder, problem = groups["expert_data"].flight_recorder, None
+        before = recorder.call_name, recorder.call_facts
+        flags = "".join(str(int(parameter.requires_grad)) for parameter in weights.parameters())
+        recorder.call_name, recorder.call_facts = f"the backward of {layer.name}", f"{LEARNING_FACTS_PREFIX}{flags}"
+        try:
+            with recorder.step(_IN_BACKWARD, counted=False):
+                try:
+                    groups["expert_data"].agree([], None, device)
+                except InputError as error:
+                    problem = str(error)
+                recorder.call_facts = ""  # ranks of one EP group hold different experts
+                groups["lockstep"].agree([], problem, device)
+        except InputError as error:
+            raise InputError(_OF_RANK.sub("", str(error))) from None  # one text on all ranks
+        finally:
+            recorder.call_name, recorder.call_facts = before
 
     def on_sum(self, batch: Tensor | None = None) -> None:
         """Compare the ranks that are about to sum gradients of the same experts.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MODEL_FACTS_PREFIX = "layers="  # begins the facts of functions that take a model, such as clip_grad_norm_
+LEARNING_FACTS_PREFIX = "requires_grad="  # begins the facts of ranks that hold the same experts, in backward
 _NUMBERS = ("max_norm=", "norm_type=")  # arguments of clip_grad_norm_
 
 
@@ -23,6 +24,11 @@ def facts_difference(name: str, facts: Sequence[str], ranks: tuple[int, int]) ->
         return (
             f"{name} got a model with {first} on {one}, and with {second} on {two}; pass the same models in the same "
             "order on all ranks, with the same requires_grad"
+        )
+    if facts[0].startswith(LEARNING_FACTS_PREFIX):
+        return (
+            f"{name}: some expert parameters have requires_grad=True on {one} and False on {two}, or the reverse, and "
+            f"both hold the same experts; set requires_grad by the parameters' names, alike on all ranks"
         )
     if first.startswith("expert_map="):
         return (

@@ -305,3 +305,27 @@ def test_replicas_of_which_some_are_frozen_are_refused(world_size, when):
                 layer(torch.ones(2, WIDTH, device=context.device))
         message = same_error(InputError, lambda: train(layer, context, optimizer, training.sync_gradients))
         assert re.search(r"some parameters of expert \d have requires_grad=True on one of the ranks 0, 1", message)
+
+
+@distributed(2, 4)
+@pytest.mark.parametrize("count", [1, None], ids=["one parameter", "all parameters"])
+@pytest.mark.parametrize("when", ["at first", "later"])
+def test_experts_that_one_of_the_ranks_of_the_same_experts_has_frozen(world_size, when, count):
+    """All ranks refuse it in backward. The rank of frozen experts would leave the others waiting for its gradients."""
+    parallel = ParallelConfig(dp=world_size, ep=world_size // 2)
+    with EPContext.from_groups(parallel, device=rank_device(), deadline_s=20) as context:
+        layer = MoELayer(CONFIG, context)
+        x = torch.ones(2, WIDTH, device=context.device)
+        if when == "later":
+            for _ in range(4):
+                layer(x).sum().backward()
+        if dist.get_rank() == world_size - 1:
+            for parameter in list(layer.expert_weights.parameters())[:count]:
+                parameter.requires_grad_(False)
+        pair = f"rank {world_size // 2 - 1} and False on rank {world_size - 1}"
+        message = same_error(InputError, layer(x).sum().backward)
+        assert f"some expert parameters have requires_grad=True on {pair}, or the reverse" in message
+        layer.expert_weights.requires_grad_(False)  # on all ranks
+        layer(x).sum().backward()
+        layer.expert_weights.requires_grad_(True)
+        layer(x).sum().backward()

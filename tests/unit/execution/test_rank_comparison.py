@@ -83,9 +83,9 @@ class ComparedLayer(Some):
 @pytest.fixture
 def compared(monkeypatch):
     """Return a layer in two kinds of rank group, and the results that `_drifted` returns in each comparison."""
-    found = {"drifts": None, "buffer": None, "steps": False, "asked": [], "met": [], "met on host": []}
+    found = {"drifts": None, "buffer": None, "steps": False, "asked": [], "agreed": [], "met": [], "met on host": []}
     layout = Some(lockstep=2, replicas=2, token_ranks=1)
-    recorder = Some(step=lambda *_, **__: contextlib.nullcontext())
+    recorder = Some(step=lambda *_, **__: contextlib.nullcontext(), call_name="", call_facts="")
 
     def meet(where, number, tensor):
         found["met"].append((where, number))
@@ -97,10 +97,14 @@ def compared(monkeypatch):
             meet_in_backward=meet,
             meet_on_host=found["met on host"].append,
             sum_order=SumOrder(),
+            agree=lambda values, problem, device, kind=kind: found["agreed"].append((kind, recorder.call_facts)),
         )
         for kind in ("lockstep", "expert_data")
     }
-    weights = Some(each_backward=None, gradient_sum=Some(each_sum=None), updates=0)
+    weights = Some(
+        each_backward=None, gradient_sum=Some(each_sum=None), updates=0, sharded=False, has_expert_parameters=True,
+        parameters=lambda: [Some(requires_grad=flag) for flag in (True, False)],
+    )  # fmt: skip
     context = Some(device=torch.device("cpu"), layout=layout, rank_groups=groups)
 
     def drifted(layer, rank_group, step):
@@ -128,6 +132,17 @@ def test_backward_compares_ranks_ever_more_seldom(compared):
     assert found["met"] == [("moe0", 0)] * 9, "before each sum"
     assert found["met on host"] == []
     assert comparison.mixed is None
+
+
+@pytest.mark.parametrize(("on_cpu", "compared_calls"), [(True, 9), (False, 4)])
+def test_backward_compares_which_experts_learn(on_cpu, compared_calls, compared, monkeypatch):
+    """CPUs compare in each backward, GPUs in calls 1, 2, 4 and 8 of nine: first replicas, then the ranks of a call."""
+    layer, found = compared
+    monkeypatch.setattr(rank_comparison, "meets_before_sums", lambda device: on_cpu)
+    _comparison = BackwardComparison(layer)
+    for call in range(1, 10):
+        layer.expert_weights.each_backward(call)
+    assert found["agreed"] == [("expert_data", "requires_grad=10"), ("lockstep", "")] * compared_calls
 
 
 def test_gpus_compare_the_first_sum_on_the_host(compared, monkeypatch):
