@@ -235,7 +235,9 @@ _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float6
 
 
 class Tensors(Protocol):
-    """The tensors of a checkpoint by their common names, as they are stored."""
+    """The tensors of a checkpoint by their common names, as they are stored. origin: where they are from"""
+
+    origin: str
 
     @property
     def declared(self) -> DeclaredQuantization: ...

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import partial
 
@@ -29,6 +30,8 @@ from ep_moe.quant.microscale import dequantize_int4
 
 _WORD = 8  # codes of a word
 _MIDDLE = 8  # the zero point of symmetric codes
+_LARGEST = 15  # code and zero point
+_MANY = 2**16  # numbers whose mean is near zero in a trained matrix: within a quarter of a step
 _DEQUANTISE = "dequantize the checkpoint to bf16 first"
 
 
@@ -131,6 +134,7 @@ class _Words(StoredMatrix):
         zeros = self._zeros(lead, top, bottom)
         codes = self._codes(lead, slice(top, bottom), slice(left, right))
         numbers = (codes - zeros[group]).float()
+        self._check_mean(numbers)
         scale = scale[group]
         self._check_lost(scale, numbers)
         made = (numbers * scale).T.contiguous()
@@ -164,6 +168,9 @@ class _Words(StoredMatrix):
     def _offset(self, stored: Tensor) -> Tensor:
         """Convert stored zero points to actual ones."""
         return stored
+
+    def _check_mean(self, numbers: Tensor) -> None:
+        """Warn if the differences of codes and zero points look like those under another format of zero points."""
 
     def _codes(self, lead: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
         """Read codes, int32 [columns, rows]."""
@@ -202,7 +209,8 @@ class AwqMatrix(_Words):
 class GptqMatrix(_Words):
     """GPTQ: `qweight` [columns / 8, rows], the first code in the low bits. `g_idx` has the group of each column.
 
-    The format "gptq" stores zero points minus one, "gptq_v2" stores them directly. Those of symmetric codes are 8.
+    The format "gptq" stores zero points minus one, "gptq_v2" stores them directly. Those of symmetric codes are 8. A
+    file that states the wrong format is found by zero points that no quantizer makes, and else by the weights' mean.
     """
 
     method = "gptq"
@@ -246,15 +254,48 @@ class GptqMatrix(_Words):
             )
 
     def _offset(self, stored: Tensor) -> Tensor:
-        declared = self._stated
-        zeros = stored if declared.packing == "gptq_v2" else stored + 1
-        if declared.symmetric and (zeros != _MIDDLE).any():
+        zeros = stored if self._direct else stored + 1
+        if not zeros.numel():
+            return zeros
+        least, most, location = int(zeros.min()), int(zeros.max()), self.tensors.location(self.zeros)
+        if self._stated.symmetric and not least == most == _MIDDLE:
             raise CheckpointError(
-                f"{self.tensors.location(self.zeros)} has zero points {int(zeros.min())} to {int(zeros.max())}, and "
-                f"config.json states sym: true, whose zero points are {_MIDDLE}, and checkpoint_format "
-                f"{declared.packing or 'gptq'!r}; correct config.json, or fetch the checkpoint again"
+                f"{location} has zero points {least} to {most}, and config.json states sym: true, whose zero points "
+                f"are {_MIDDLE}, and {self._format}; correct config.json, or fetch the checkpoint again"
+            )
+        one_off = _MIDDLE - 1 if self._direct else _MIDDLE + 1
+        if most > _LARGEST or (zeros.numel() >= _WORD and least == most == one_off):
+            raise CheckpointError(
+                f"{location} has zero points {least} to {most} in {self._format}, and zero points of 4 bits are at "
+                f"most {_LARGEST}, and {_MIDDLE} if all are equal; set checkpoint_format {self._other_format!r} in "
+                f"config.json if the file is in it, else {_DEQUANTISE}"
             )
         return zeros
+
+    @property
+    def _direct(self) -> bool:
+        """Whether zero points are stored directly."""
+        return self._stated.packing == "gptq_v2"
+
+    @property
+    def _format(self) -> str:
+        return f"checkpoint_format {self._stated.packing or 'gptq'!r}"
+
+    @property
+    def _other_format(self) -> str:
+        return "gptq" if self._direct else "gptq_v2"
+
+    def _check_mean(self, numbers: Tensor) -> None:
+        if self._stated.symmetric or numbers.numel() < _MANY:
+            return
+        mean = float(numbers.mean()) * (1 if self._direct else -1)  # 1 step too large, or too small
+        if abs(mean - 1) < 0.25:
+            warnings.warn(
+                f"{self.tensors.origin}: weights of GPTQ matrices are one step of their scale from zero on average, as "
+                f"if {self._format} were {self._other_format!r}; correct checkpoint_format in config.json, or compare "
+                f"outputs with those of the tool that wrote the checkpoint",
+                stacklevel=2,
+            )
 
     def _codes(self, lead: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
         words = slice(columns.start // _WORD, -(-columns.stop // _WORD))

@@ -1,6 +1,7 @@
 """Test what config.json declares about codes, for a whole checkpoint or some modules, and how scales apply."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from ep_moe import EPContext, MoEConfig, MoELayer
 from ep_moe.checkpoint.push import load_layer_weights
+from ep_moe.checkpoint.quantization_config import DeclaredQuantization
 from ep_moe.checkpoint.reader import load_layers
+from ep_moe.checkpoint.source import MemorySource
 from ep_moe.errors import CheckpointError
 from tests.fixtures.packed_codes import E2M1, awq, channel, factors, gptq, int4, nvfp4, random
 
@@ -69,6 +72,64 @@ def check_refused(folder, match, quantization="none"):
 def test_gptq_v2_under_both_names_of_the_field(key, tmp_path):
     how = GPTQ | {"sym": False, key: "GPTQ_v2"}
     check_read(tmp_path, write(tmp_path, gptq, how, group=32, symmetric=False, less=0))
+
+
+def with_zeros(folder, zeros):
+    """Write these zero points, as they are stored, for one matrix of the checkpoint."""
+    file, name = folder / "model.safetensors", f"{BLOCK}.experts.1.up_proj.qzeros"
+    tensors = load_file(file)
+    codes = torch.tensor(zeros).repeat(tensors[name].numel() * 8 // len(zeros)).view(*tensors[name].shape, 8)
+    tensors[name] = sum((codes[..., at] << 4 * at) for at in range(8)).int()
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize(
+    ("stated", "zeros", "match"),
+    [
+        ({}, [3, 15], r"up_proj\.qzeros has zero points 4 to 16 in checkpoint_format 'gptq', .*'gptq_v2' in"),
+        (
+            {"sym": None},
+            [8, 8],
+            r"zero points 9 to 9 in checkpoint_format 'gptq', .*8 if all are equal",
+        ),
+        ({"checkpoint_format": "gptq"}, [8, 8], r"zero points 9 to 9 in checkpoint_format 'gptq'"),
+        ({"checkpoint_format": "gptq_v2"}, [7, 7], r"zero points 7 to 7 in checkpoint_format 'gptq_v2', .*'gptq' in"),
+    ],
+)
+def test_zero_points_of_the_other_format_of_gptq(stated, zeros, match, tmp_path):
+    """Zero points that no quantizer makes are refused: 16, and equal ones that are symmetric in the other format."""
+    write(tmp_path, gptq, GPTQ | {"sym": False} | stated, group=32, symmetric=False)
+    with_zeros(tmp_path, zeros)
+    check_refused(tmp_path, match)
+
+
+@pytest.mark.parametrize("written", [0, 1], ids=["gptq_v2", "gptq"])
+@pytest.mark.parametrize("stated", ["gptq_v2", "gptq", ""])
+def test_a_mean_one_step_from_zero_is_a_sign_of_the_other_format(written, stated, recwarn):
+    """A warning names zero points that are likely read one off. Weights of a trained matrix are zero on average."""
+    rows, columns = 256, 512
+    weights = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).view(rows, -1, 64)
+    low, high = weights.amin(2, keepdim=True), weights.amax(2, keepdim=True)
+    scales = (high - low) / 15
+    zeros = (-low / scales).round()
+    codes = (weights / scales + zeros).round().clamp(0, 15).view(rows, columns).T.int()
+    zeros = zeros.squeeze(2).T.int() - written
+
+    def words(tensor):
+        return sum(part.contiguous() << 4 * at for at, part in enumerate(tensor.unflatten(-1, (-1, 8)).unbind(-1)))
+
+    source = MemorySource(
+        {"x.qweight": words(codes.T).T.contiguous(), "x.qzeros": words(zeros), "x.scales": scales.squeeze(2).T}, "m"
+    )
+    source.declared = DeclaredQuantization(method="gptq", bits=frozenset({4}), packing=stated)
+    found = source.matrix("x.weight").read_values()
+    wrong = (stated != "gptq_v2") != bool(written)
+    assert abs(float((found - weights.view(rows, columns)).mean() / scales.mean())) == pytest.approx(
+        float(wrong), abs=0.1
+    )
+    said = [str(one.message) for one in recwarn]
+    assert len(said) == wrong
+    assert not said or re.search(rf"as if checkpoint_format '{stated or 'gptq'}' were 'gptq", said[0])
 
 
 @pytest.mark.parametrize(
