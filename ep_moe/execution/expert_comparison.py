@@ -145,21 +145,29 @@ def mixing_problem(layer: ComparedExperts, rank_group: RankGroup, step: str) -> 
         compare_experts(layer, rank_group, device, step, trains=True)
     except InputError as error:
         return str(error)
-    stepped = weights.gradient_sum.stepped
-    if stepped is None:
-        stepped = torch.zeros((), dtype=torch.int64, device=device)
+    nothing = torch.zeros((), dtype=torch.int64, device=device)
+    noted = [nothing if one is None else one for one in (weights.gradient_sum.stepped, weights.gradient_sum.restored)]
     firsts = [slots[0] for slots in weights.slots_of_expert.values()]  # in the order of gradients
     held = _of_all([tensor[firsts, :1].detach() for tensor in weights.stored_tensors().values()], device)
-    facts = torch.stack([held, stepped.to(device)])
+    facts = torch.stack([held, *(one.to(device) for one in noted)])
     with rank_group.flight_recorder.step(step, counted=False):
         rows = rank_group.exchange(facts)
-    for rank, (numbers, gradients) in zip(rank_group.ranks, rows, strict=True):
-        if gradients and gradients == rows[0][1] and numbers != rows[0][0]:
+    for rank, (numbers, gradients, restored) in zip(rank_group.ranks, rows, strict=True):
+        if numbers == rows[0][0]:
+            continue
+        if gradients and gradients == rows[0][1]:
             return (
                 f"{layer.name}: an optimizer step on rank {rank} used the gradients of rank {rank_group.ranks[0]}'s "
                 "experts: something has averaged or summed gradients of different experts (all_reduce in a loop over "
                 "model.parameters(), a wrapper). Leave ep_moe.training.expert_parameters(model) out of it, as "
                 "sync_gradients of ep_moe.training does, and load the weights anew"
+            )
+        if restored and restored == rows[0][2]:
+            return (
+                f"{layer.name}: ranks {rank_group.ranks[0]} and {rank} hold different experts, and their optimizers "
+                "stepped with one state for them: optimizer.load_state_dict has read the file of one rank on both. "
+                "Load each rank's own file, or set_optimizer_state_dict of torch.distributed.checkpoint.state_dict, "
+                "and load the weights anew"
             )
     return None
 

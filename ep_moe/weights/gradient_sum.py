@@ -7,8 +7,8 @@ backward. All ranks that share an expert must therefore run backward the same nu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ep_moe.weights.slots import ExpertSlots
 
 
-_NOTED = 1 << 12  # leading elements of each gradient in the checksum that ranks compare
+_NOTED = 1 << 12  # leading elements of each gradient, or tensor of an optimizer, in the checksum that ranks compare
 
 
 class GradientSum:
@@ -50,6 +50,7 @@ class GradientSum:
     each_sum: called before every sum, on all ranks that hold the same experts, if one of these is trained. Its
         argument is a gradient that is a batch of several, None if there is none
     stepped: checksum of the gradients at an optimizer's step, int64 []; 0 if they were all zero, or some not finite
+    restored: the same of the state that an optimizer had loaded before its step
     """
 
     def __init__(self, weights: ExpertSlots, ep: RankGroup, etp: RankGroup, replicas: RankGroup) -> None:
@@ -66,6 +67,7 @@ class GradientSum:
         self.dense_checksum: DenseChecksum | None = None
         self.each_sum: Callable[[Tensor | None], None] | None = None
         self.stepped: Tensor | None = None
+        self.restored: Tensor | None = None
         self._first = FirstBackward()
         self._learns_somewhere = False  # any rank of the EP group trains experts; once True, all ranks sum from then on
 
@@ -247,15 +249,27 @@ class GradientSum:
 
         return connect_in_autograd(slots, back, parameters)
 
-    @torch.no_grad()
     def note_step(self) -> None:
-        """Store the checksum of the first elements of each gradient in `stepped`."""
+        """Store the checksum of the gradients in `stepped`."""
+        self.stepped = self._checksum(self._weights.gradients(), self.stepped)
+
+    def note_restored(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Store the checksum of an optimizer's tensors for the experts in `restored`. states: one of each parameter"""
+        tensors = [value for state in states for value in state.values() if isinstance(value, Tensor) and value.dim()]
+        self.restored = self._checksum(tensors, self.restored)
+
+    @torch.no_grad()
+    def _checksum(self, tensors: Iterable[Tensor], before: Tensor | None) -> Tensor | None:
+        """Return the checksum of the first elements of each tensor; `before` without tensors, or in a graph capture."""
         device = self._weights.device
-        found = [local(gradient).flatten()[:_NOTED].float() for gradient in self._weights.gradients()]
-        if found and not capturing(device):
-            flat = torch.cat(found)
-            sound = flat.isfinite().all() & flat.any()
-            self.stepped = checksum(flat, flat.device) * sound
+        if capturing(device):
+            return before
+        found = [local(tensor).flatten()[:_NOTED].to(device, torch.float32) for tensor in tensors]
+        if not found:
+            return before
+        flat = torch.cat(found)
+        sound = flat.isfinite().all() & flat.any()
+        return checksum(flat, flat.device) * sound
 
     def _copies(self, gradient: Tensor, redundant: list[int]) -> Tensor:
         """Sum the gradients of redundant experts over all slots of the EP group: float32 [len(redundant), ...]."""

@@ -11,8 +11,9 @@ with the first expert parameters.
 - Steps that would make ranks diverge are refused, and steps of parameters that no longer belong to their layer.
 - Each layer counts the steps that update its parameters. A backward refuses weights that were updated since forward.
   Autograd does not see all such writes: fused optimizers, DTensors, and checkpoints that compute a forward again.
-- A checksum of the gradients is taken before some steps. A later backward compares it over ranks, to detect that the
-  gradients of different experts were averaged.
+- A checksum of the gradients is taken before some steps, and one of the optimizer's state before its first step and the
+  first one after `load_state_dict`. A later backward compares them over ranks, to detect that the gradients of
+  different experts were averaged, or that several ranks loaded the file of one.
 """
 
 from __future__ import annotations
@@ -218,6 +219,9 @@ def _note_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             _note_router(optimizer, weights)
         for weights in _owners(optimizer, "differs_between_ranks"):
             weights.gradient_sum.note_step()
+            if steps == 1:
+                held = (parameter for parameter in weights.parameters() if parameter in optimizer.state)
+                weights.gradient_sum.note_restored(optimizer.state[parameter] for parameter in held)
 
 
 def _refuse_mixed_groups(optimizer: Optimizer) -> None:
@@ -296,6 +300,12 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not optimizer.__dict__.get("_guarded_by_ep_moe"):
         optimizer._guarded_by_ep_moe = True  # type: ignore[attr-defined]
         optimizer.register_state_dict_post_hook(_guard)
+        optimizer.register_load_state_dict_post_hook(_count_anew)
+
+
+def _count_anew(optimizer: Optimizer) -> None:
+    """Run the checks of an optimizer's first step again after its state was loaded."""
+    optimizer._steps_noted_by_ep_moe = 0  # type: ignore[attr-defined]
 
 
 def _guard(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

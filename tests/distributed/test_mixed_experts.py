@@ -66,6 +66,37 @@ def test_experts_that_are_mixed_are_found(way):
         train(layer, context, SGD(layer.parameters(), lr=0.1), training.sync_gradients)
 
 
+STATES = {"Adam": lambda p: Adam(p, lr=0.1), "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9)}
+
+
+@distributed(2)
+@pytest.mark.parametrize("later", [False, True], ids=["a new optimizer", "after steps"])
+@pytest.mark.parametrize("kind", STATES)
+def test_an_optimizer_file_of_another_rank_is_found(kind, later):
+    """All ranks load the optimizer state of rank 0. The moments of its experts are not those of other experts."""
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
+        torch.manual_seed(0)
+        layer = MoELayer(CONFIG, context)
+        loop = partial(train, layer, context, after=training.sync_gradients)
+        optimizer = STATES[kind](layer.parameters())
+        loop(optimizer)
+        weights = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+        file = BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        files = [None, None]
+        dist.all_gather_object(files, file.getvalue())
+
+        def resumed(rank):
+            layer.load_state_dict(weights)
+            found = optimizer if later else STATES[kind](layer.parameters())
+            found.load_state_dict(torch.load(BytesIO(files[rank]), weights_only=True))
+            layer._checks.backward_comparison._backwards["lockstep"] = 0
+            loop(found)
+
+        assert "ranks 0 and 1 hold different experts" in same_error(InputError, lambda: resumed(0))
+        resumed(dist.get_rank())
+
+
 def in_place(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         dist.all_reduce(parameter.data)
