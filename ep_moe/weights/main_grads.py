@@ -423,6 +423,7 @@ def look_before_steps() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
+@torch._disable_dynamo  # a compiled step runs it between its graphs
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     held = [
         (parameter.grad, parameter.main_grad)

@@ -151,6 +151,7 @@ def _look_before_steps() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
+@torch._disable_dynamo  # a compiled step runs it between its graphs
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     learning = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if any(hasattr(p, "in_replaced_module") for p in learning):
@@ -177,6 +178,7 @@ def _install() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
+@torch._disable_dynamo  # a compiled step runs it between its graphs
 def _refuse_whole_steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Raise ConfigError for LBFGS: it computes one step for all its parameters from inner products.
 
@@ -205,6 +207,7 @@ def _leaves_a_rank(expert_map: ExpertMap) -> bool:
     return not all(map(expert_map.num_slots, range(expert_map.num_ranks)))
 
 
+@torch._disable_dynamo  # a compiled step runs it between its graphs
 def _note_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """In some of an optimizer's steps, run the checks and take the checksums that a later backward compares."""
     steps = optimizer.__dict__.get("_steps_noted_by_ep_moe", 0) + 1
@@ -286,6 +289,7 @@ def _refuse_sums_beside_means(optimizer: Optimizer, weights: ExpertSlots) -> Non
             )
 
 
+@torch._disable_dynamo  # a compiled step runs it between its graphs
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Count the step in the layers that it has updated, and guard the optimizer's `state_dict()`.
 

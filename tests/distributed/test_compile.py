@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ep_moe import EPContext, InputError, MoEConfig, MoELayer
+from ep_moe import EPContext, InputError, MoEConfig, MoELayer, training
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.helpers import fill
 
@@ -68,6 +68,34 @@ def test_forward_and_backward_as_eager(all2all, dtype):
                 assert (actual is None) == (expected is None)
                 assert actual is None or torch.equal(actual, expected)
     context.destroy()
+
+
+@distributed(2, deadline_s=120.0)
+@pytest.mark.parametrize("main_grads", [False, True])
+def test_a_compiled_optimizer_step(main_grads):
+    """A compiled step is that of an eager one, and runs the checks of steps."""
+    with EPContext.from_torchrun(device=rank_device()) as context:
+        found = []
+        for compiled in (False, True):
+            torch._dynamo.reset()
+            block = made(context, torch.float32, all2all="allgather", experts="reference")
+            if main_grads:
+                training.use_main_grads(block)
+            optimizer = torch.optim.SGD(block.parameters(), lr=0.125, momentum=0.5, foreach=True)
+            step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+            for at in range(3):
+                block(rows(context.layout.rank, at, block)).square().sum().backward()
+                training.sync_gradients(block, context)
+                step()
+                optimizer.zero_grad()
+            y = block(rows(context.layout.rank, 0, block))
+            block(rows(context.layout.rank, 1, block)).square().sum().backward()
+            step()
+            with pytest.raises(InputError, match="an optimizer has updated the layer's parameters"):
+                y.sum().backward()
+            found.append([parameter.detach().clone() for parameter in block.parameters()])
+        for eager, other in zip(*found, strict=True):
+            torch.testing.assert_close(other, eager)
 
 
 @distributed(2)
