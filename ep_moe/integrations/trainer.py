@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
@@ -89,6 +90,20 @@ class ExpertParallelTrainer(Trainer):  # type: ignore[misc]  # untyped
 
     def _clip(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         return clip_grad_norm_(self.model, self._ep_context, max_norm, norm_type)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **options: Any) -> nn.Module:
+        """Have accelerate wrap the model in DDP, also after an `evaluate` or `predict` before `train`.
+
+        Trainer calls this method before accelerate prepares the model. An earlier evaluation has prepared the model
+        without DDP, and accelerate would keep it so.
+        """
+        model = super()._wrap_model(model, training, *args, **options)
+        has_ddp = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+        if not training or has_ddp or self.args.world_size == 1:
+            return model
+        unwrapped: nn.Module = self.model
+        unwrapped._is_accelerate_prepared = False  # type: ignore[assignment]  # an attribute of accelerate's
+        return unwrapped
 
     # --- checkpoints: Trainer calls these methods on all ranks ------------------------------------------------
 

@@ -109,6 +109,25 @@ def test_a_run_is_that_of_one_process(world_size, options):
         torch.testing.assert_close(numbers(again)[SAVED:], numbers(plain)[SAVED:], rtol=BOUND, atol=BOUND)
 
 
+@distributed(2)
+@pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=str)
+def test_a_run_after_an_evaluation_is_that_of_one_without(world_size, options):
+    folder = Path(gather_from_all_ranks(tempfile.mkdtemp())[0])
+    quiet()
+    found = []
+    with launched(world_size):
+        for evaluate in (False, True):
+            trainer = expert_parallel_trainer(folder / str(evaluate), world_size, **options)
+            if evaluate:
+                trainer.evaluate()
+                trainer.predict(trainer.eval_dataset)
+            trainer.train()
+            found.append(numbers(trainer))
+            norm = trainer.model.model.norm.weight.detach()
+            assert all(torch.equal(norm, other) for other in gather_from_all_ranks(norm))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
 def plain_adapter(model, folder):
     """Put PEFT's own adapter on attention alone, equal on all ranks."""
     from peft import LoraConfig, get_peft_model
