@@ -23,7 +23,7 @@ from ep_moe.checks import shown
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations.lora import load_factors, save_lora
 from ep_moe.integrations.transformers import load_weights, moe_layers, save_pretrained
-from ep_moe.training import clip_grad_norm_, exclude_experts
+from ep_moe.training import clip_grad_norm_, dense_parameters, exclude_experts, sync_gradients
 
 _LAYOUT = "expert_parallel.json"  # which experts each rank's optimizer state belongs to
 
@@ -37,8 +37,9 @@ class ExpertParallelTrainer(Trainer):  # type: ignore[misc]  # untyped
     For a model with adapters (`add_lora`, or PEFT's own outside the experts), a checkpoint has the adapter alone, in
     PEFT's format.
 
-    Dense parameters are averaged by `DistributedDataParallel`, which Trainer adds. Every rank has its own batches, so
-    the context must be data-parallel only (`ParallelConfig(dp=...)`, the default of `EPContext.from_torchrun`).
+    Dense parameters are averaged by `DistributedDataParallel`, which Trainer adds if some are trained. Every rank has
+    its own batches, so the context must be data-parallel only (`ParallelConfig(dp=...)`, the default of
+    `EPContext.from_torchrun`).
 
     Args:
         *args: As `Trainer` takes them.
@@ -95,7 +96,8 @@ class ExpertParallelTrainer(Trainer):  # type: ignore[misc]  # untyped
         """Have accelerate wrap the model in DDP, also after an `evaluate` or `predict` before `train`.
 
         Trainer calls this method before accelerate prepares the model. An earlier evaluation has prepared the model
-        without DDP, and accelerate would keep it so.
+        without DDP, and accelerate would keep it so. DDP refuses a model without trained dense parameters, so
+        accelerate prepares that as for an evaluation.
         """
         model = super()._wrap_model(model, training, *args, **options)
         has_ddp = any(isinstance(module, DistributedDataParallel) for module in model.modules())
@@ -103,6 +105,10 @@ class ExpertParallelTrainer(Trainer):  # type: ignore[misc]  # untyped
             return model
         unwrapped: nn.Module = self.model
         unwrapped._is_accelerate_prepared = False  # type: ignore[assignment]  # an attribute of accelerate's
+        if not any(parameter.requires_grad for parameter in dense_parameters(unwrapped)):
+            sync_gradients(unwrapped, self._ep_context)  # gradients of experts become means, as beside DDP
+            self.accelerator.prepare_model(unwrapped, evaluation_mode=True)
+            unwrapped._is_accelerate_prepared = True  # type: ignore[assignment]
         return unwrapped
 
     # --- checkpoints: Trainer calls these methods on all ranks ------------------------------------------------

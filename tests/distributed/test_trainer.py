@@ -109,6 +109,34 @@ def test_a_run_is_that_of_one_process(world_size, options):
         torch.testing.assert_close(numbers(again)[SAVED:], numbers(plain)[SAVED:], rtol=BOUND, atol=BOUND)
 
 
+def experts_alone(model):
+    """Freeze all parameters but the experts'."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("expert" in name)
+    return model
+
+
+@distributed(2)
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=str)
+def test_a_run_that_trains_experts_alone_is_that_of_one_process(world_size, options):
+    from transformers import Trainer
+
+    folder = Path(gather_from_all_ranks(tempfile.mkdtemp())[0])
+    quiet()
+    with launched(1):
+        plain = made(
+            Trainer, experts_alone(tiny_model("qwen3_moe").train()), folder / f"{dist.get_rank()}", 1, **options
+        )
+        plain.train()
+    with launched(world_size):
+        for evaluate in (False, True):
+            trainer = expert_parallel_trainer(folder / f"ours{evaluate}", world_size, adapter=experts_alone, **options)
+            if evaluate:
+                trainer.evaluate()
+            trainer.train()
+            torch.testing.assert_close(numbers(trainer), numbers(plain), rtol=BOUND, atol=BOUND)
+
+
 @distributed(2)
 @pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=str)
 def test_a_run_after_an_evaluation_is_that_of_one_without(world_size, options):
