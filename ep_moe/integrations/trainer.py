@@ -183,7 +183,8 @@ class ExpertParallelTrainer(Trainer):  # type: ignore[misc]  # untyped
         otherwise = f"load {loaded}, and train without resume_from_checkpoint"
         if not (folder / _LAYOUT).exists():
             raise CheckpointError(
-                f"{folder} has no {_LAYOUT}, so its optimizer state was not saved by ExpertParallelTrainer; {otherwise}"
+                f"{folder} has no {_LAYOUT}, so it has no optimizer state of ExpertParallelTrainer: it was saved with "
+                f"save_only_model=True, or by another trainer; {otherwise}"
             )
         saved, ours = json.loads((folder / _LAYOUT).read_text()), self._layout_facts()
         if saved["ranks"] != ours["ranks"]:
