@@ -152,22 +152,22 @@ def mixing_problem(layer: ComparedExperts, rank_group: RankGroup, step: str) -> 
     facts = torch.stack([held, *(one.to(device) for one in noted)])
     with rank_group.flight_recorder.step(step, counted=False):
         rows = rank_group.exchange(facts)
+    states: dict[int, tuple[int, int]] = {}  # by checksum, the first rank with it and the checksum of its experts
     for rank, (numbers, gradients, restored) in zip(rank_group.ranks, rows, strict=True):
-        if numbers == rows[0][0]:
-            continue
-        if gradients and gradients == rows[0][1]:
+        if gradients and gradients == rows[0][1] and numbers != rows[0][0]:
             return (
                 f"{layer.name}: an optimizer step on rank {rank} used the gradients of rank {rank_group.ranks[0]}'s "
                 "experts: something has averaged or summed gradients of different experts (all_reduce in a loop over "
                 "model.parameters(), a wrapper). Leave ep_moe.training.expert_parameters(model) out of it, as "
                 "sync_gradients of ep_moe.training does, and load the weights anew"
             )
-        if restored and restored == rows[0][2]:
+        first, its_numbers = states.setdefault(restored, (rank, numbers))
+        if restored and numbers != its_numbers:
             return (
-                f"{layer.name}: ranks {rank_group.ranks[0]} and {rank} hold different experts, and their optimizers "
-                "stepped with one state for them: optimizer.load_state_dict has read the file of one rank on both. "
-                "Load each rank's own file, or set_optimizer_state_dict of torch.distributed.checkpoint.state_dict, "
-                "and load the weights anew"
+                f"{layer.name}: ranks {first} and {rank} hold different experts, and their optimizers stepped with one "
+                "state for them: optimizer.load_state_dict has read the file of one rank on both. Load each rank's own "
+                "file, or set_optimizer_state_dict of torch.distributed.checkpoint.state_dict, and load the weights "
+                "anew"
             )
     return None
 

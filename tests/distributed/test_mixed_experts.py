@@ -97,6 +97,23 @@ def test_an_optimizer_file_of_another_rank_is_found(kind, later):
         resumed(dist.get_rank())
 
 
+@distributed(4)
+def test_an_optimizer_file_of_another_rank_than_the_first_is_found():
+    """Ranks 2 and 3 load the file of rank 2, and ranks 0 and 1 their own."""
+    with EPContext.from_groups(ParallelConfig(dp=4), device=rank_device(), deadline_s=30) as context:
+        torch.manual_seed(0)
+        layer = MoELayer(CONFIG, context)
+        optimizer = STATES["Adam"](layer.parameters())
+        train(layer, context, optimizer, training.sync_gradients)
+        files = [None] * 4
+        dist.all_gather_object(files, optimizer.state_dict()["state"])
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": files[min(2, dist.get_rank())], "param_groups": groups})
+        layer._checks.backward_comparison._backwards["lockstep"] = 0
+        found = same_error(InputError, lambda: train(layer, context, optimizer, training.sync_gradients))
+        assert "ranks 2 and 3 hold different experts" in found
+
+
 def in_place(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         dist.all_reduce(parameter.data)
