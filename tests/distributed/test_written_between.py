@@ -104,15 +104,21 @@ def test_an_optimizer_step_between_forward_and_backward_of_one_process(kind, ste
 def test_a_step_that_updates_no_parameter_of_the_layer():
     """A step without gradients, and one that updates parameters after their last use in backward, are no writes."""
     with EPContext.local(rank_device()) as context:
-        layer = layer_of(context, "plain")
-        x = torch.randn(6, 16, device=context.device)
-        optimizer = torch.optim.AdamW(layer.parameters())
-        out = layer(x)
-        optimizer.step()
-        out.sum().backward()
-        optimizer.zero_grad()
-        each = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in layer.parameters()}
-        for parameter in each:
-            parameter.register_post_accumulate_grad_hook(lambda parameter: each[parameter].step())
-        for _ in range(2):  # an optimizer in backward
-            (layer(x) + layer(2 * x)).sum().backward()
+        x, found = torch.randn(6, 16, device=context.device), []
+        for in_backward in (False, True):
+            torch.manual_seed(0)
+            layer = layer_of(context, "plain")
+            out = layer(x)
+            torch.optim.AdamW(layer.parameters()).step()
+            out.sum().backward()
+            layer.zero_grad()
+            each = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in layer.parameters()}
+            for parameter in each if in_backward else ():
+                parameter.register_post_accumulate_grad_hook(lambda parameter, each=each: each[parameter].step())
+            for _ in range(2):
+                layer.zero_grad()
+                (layer(x) + layer(2 * x)).sum().backward()
+                for optimizer in () if in_backward else each.values():
+                    optimizer.step()
+            found.append([parameter.detach().clone() for parameter in layer.parameters()])
+        assert all(torch.equal(*both) for both in zip(*found, strict=True)), "an optimizer in backward trains the same"
