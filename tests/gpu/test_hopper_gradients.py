@@ -168,7 +168,7 @@ def test_rows_copied_before_the_first_product_give_the_bits_of_gathered_rows(mon
     given = case(700, 4, 8, 256, 128, Activation.SWIGLU, 0.3)
     found = []
     for copied in (False, True):
-        monkeypatch.setattr(gradients, "copies_first", lambda *_, copied=copied: copied)
+        monkeypatch.setattr(gradients, "copies_rows_first", lambda *_, copied=copied: copied)
         found.append(ours(*given))
     assert all(torch.equal(*both) for both in zip(*found, strict=True))
 

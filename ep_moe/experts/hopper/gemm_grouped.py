@@ -79,7 +79,7 @@ def tiles_for(rows: float, w: Tensor, spare_sms: int = 0, *, gathered: bool = Fa
     return _fewest_steps(rows, len(w), w.shape[1], programs(w, spare_sms), gathered=gathered)[1]
 
 
-def copies_first(rows: float, w: Tensor, spare_sms: int = 0) -> bool:
+def copies_rows_first(rows: float, w: Tensor, spare_sms: int = 0) -> bool:
     """Return whether a copy of rows into the experts' order and its product take less time than a product that gathers.
 
     rows, w: as of `tiles_for`

@@ -1,7 +1,7 @@
 """The Hopper expert step in bf16 for training: a forward that saves the first product's results, and its backward.
 
 Forward saves the received rows, the first product's results (before the activation) and the sorted routes. The first
-product gathers its rows, unless a copy of them costs less (`copies_first`). For the gradients of weights, rows are
+product gathers its rows, unless a copy of them costs less (`copies_rows_first`). For the gradients of weights, rows are
 copied into the experts' order, because these products would lose more time by gathering than the copies take. The next
 product reuses the memory of the copies.
 
@@ -34,7 +34,7 @@ from ep_moe.config import MoEConfig
 from ep_moe.experts.differentiable import Allocator, WeightProduct, new_tensors
 from ep_moe.experts.hopper import gradients_triton as kernels
 from ep_moe.experts.hopper import route_sort
-from ep_moe.experts.hopper.gemm_grouped import copies_first, grouped_gemm, tiles_for, weight_gradient
+from ep_moe.experts.hopper.gemm_grouped import copies_rows_first, grouped_gemm, tiles_for, weight_gradient
 from ep_moe.experts.hopper.gradients_triton import Float8Rows
 from ep_moe.experts.layouts import expected_pairs
 from ep_moe.quant.kernels import RowScales, round_columns, round_rows
@@ -218,7 +218,7 @@ class TrainedStep:
         if self.float8:
             return self._product(self._rounded(x, routes), self.w13, routes, h, bias=self.w13_bias)
         each = _each(routes, self.config)
-        if copies_first(each, self.w13, self.spare_sms):
+        if copies_rows_first(each, self.w13, self.spare_sms):
             rows = routes.gather(x, x.new_empty(routes.count, x.shape[1]))
             return self._product(rows, self.w13, routes, h, bias=self.w13_bias)
         tiles = tiles_for(each, self.w13, self.spare_sms, gathered=True)

@@ -132,11 +132,13 @@ def reduce(
 def copy_rows(x: Tensor, slots: Tensor, out: Tensor, *, launch: Launch = launch_directly) -> None:
     """Copy each row of x to all rows of the output that `slots` names. Other rows are not written.
 
-    x: [N, H]; slots: int32 [N, K], below 0 or at least M for none; out: [M, H]
+    x: [N, H]; slots: int32 [N, K], below 0 or at least M for none; out: [M, H]; all contiguous
     """
     rows, size = x.shape
     if not rows:
         return
+    assert x.is_contiguous()
+    assert out.is_contiguous()
     block = min(1024, next_power_of_2(size))
     grid = (rows, cdiv(size, block))
     launch(_copy_rows, grid, x, slots, out, out.shape[0], size, TOP_K=slots.shape[1], BLOCK=block)

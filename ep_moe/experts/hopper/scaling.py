@@ -216,12 +216,12 @@ class Unscaled(Scaling):
     def prepare_sorted_rows(self, rows: Rows, lists: Lists, scratch: Mapping[str, Tensor]) -> Rows:
         return Rows(rows.x, source=lists.source)  # the product gathers the rows
 
-    def copies_first(self, each: float) -> bool:
+    def copies_rows_first(self, each: float) -> bool:
         """Return whether to copy rows into the experts' order, before the first product, rather than gather them."""
-        return gemm_grouped.copies_first(each, self.products.w13, self.products.spare_sms)
+        return gemm_grouped.copies_rows_first(each, self.products.w13, self.products.spare_sms)
 
     def grouped(self, rows: Rows, lists: Lists, each: float, expected: float, scratch: Mapping[str, Tensor]) -> None:
-        if not self.copies_first(each):
+        if not self.copies_rows_first(each):
             super().grouped(rows, lists, each, expected, scratch)
             return
         copied = scratch["y"]  # the second product's results take this memory later

@@ -92,7 +92,7 @@ class Packed(Scaling):
 class FourBits(Packed, Unscaled):
     """4-bit weights, bf16 rows."""
 
-    def copies_first(self, each: float) -> bool:
+    def copies_rows_first(self, each: float) -> bool:
         return False  # not measured
 
 

@@ -46,7 +46,7 @@ def test_rows_copied_before_the_first_product_give_the_bits_of_gathered_rows(mon
     for copied in (False, True):
         asked = []
         monkeypatch.setattr(
-            gemm_grouped, "copies_first", lambda *_, copied=copied, asked=asked: asked.append(1) or copied
+            gemm_grouped, "copies_rows_first", lambda *_, copied=copied, asked=asked: asked.append(1) or copied
         )
         experts, tensors = build(config, 5)
         found.append(check(experts, tensors, rows(config, 5, 1000, empty=0.2)))

@@ -70,7 +70,7 @@ def test_rows_are_copied_where_it_was_faster(pairs, experts, columns, h200, slow
     for rate, wanted in ((4.8e12, h200), (3.35e12, slower)):
         w = mock.Mock(spec=torch.Tensor, shape=(experts, columns, 64), is_cuda=True, __len__=lambda _: experts)
         with mock.patch.multiple(gemm_grouped, multiprocessors=lambda _: 132, memory_rate=lambda _, rate=rate: rate):
-            assert gemm_grouped.copies_first(pairs / experts, w) == wanted
+            assert gemm_grouped.copies_rows_first(pairs / experts, w) == wanted
 
 
 @pytest.mark.parametrize("tiles", CANDIDATES, ids=str)
