@@ -7,7 +7,6 @@ and wait for the device.
 
 from __future__ import annotations
 
-import re
 import warnings
 import weakref
 from collections import Counter
@@ -28,7 +27,6 @@ from ep_moe.types import capturing
 from ep_moe.weights.expert_weights import ExpertWeights
 
 _IN_BACKWARD = "backward by the comparison of ranks"
-_OF_RANK = re.compile(r"^rank \d+: ")  # of `RankGroup.agree`
 
 
 class ComparedLayer(ComparedExperts, Protocol):
@@ -120,22 +118,15 @@ class BackwardComparison:
         self._begun += 1
         if not (meets_before_sums(device) or is_compared(self._begun)):
             return
-        recorder, problem = groups["expert_data"].flight_recorder, None
-        before = recorder.call_name, recorder.call_facts
         flags = "".join(str(int(parameter.requires_grad)) for parameter in weights.parameters())
-        recorder.call_name, recorder.call_facts = f"the backward of {layer.name}", f"{LEARNING_FACTS_PREFIX}{flags}"
-        try:
-            with recorder.step(_IN_BACKWARD, counted=False):
-                try:
-                    groups["expert_data"].agree([], None, device)
-                except InputError as error:
-                    problem = str(error)
-                recorder.call_facts = ""  # ranks of one EP group hold different experts
-                groups["lockstep"].agree([], problem, device)
-        except InputError as error:
-            raise InputError(_OF_RANK.sub("", str(error))) from None  # one text on all ranks
-        finally:
-            recorder.call_name, recorder.call_facts = before
+        where, facts, problem = f"the backward of {layer.name}", f"{LEARNING_FACTS_PREFIX}{flags}", None
+        with groups["expert_data"].flight_recorder.step(f"{_IN_BACKWARD} of {where}", counted=False):
+            try:
+                groups["expert_data"].agree([], None, device, call_name=where, call_facts=facts)
+            except InputError as error:
+                problem = str(error)
+            # without facts, because ranks of one EP group hold different experts
+            groups["lockstep"].agree([], problem, device, call_name=where, call_facts="", name_rank=False)
 
     def on_sum(self, batch: Tensor | None = None) -> None:
         """Compare the ranks that are about to sum gradients of the same experts.

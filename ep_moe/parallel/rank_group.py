@@ -168,6 +168,9 @@ class RankGroup:
         device: torch.device,
         *,
         gradients: Gradients = NO_GRADIENTS,
+        call_name: str | None = None,
+        call_facts: str | None = None,
+        name_rank: bool = True,
     ) -> list[list[int]]:
         """Exchange one call's integers, and raise one rank's problem on all ranks. Collective.
 
@@ -180,17 +183,23 @@ class RankGroup:
             problem: A fault found on this rank, or None.
             device: The device of the exchange.
             gradients: Tensors by name. Each of them must require a gradient on all ranks or on none.
+            call_name: The layer or function that must be the same on all ranks. None: `FlightRecorder.call_name`.
+            call_facts: Facts that must be the same on all ranks. None: `FlightRecorder.call_facts`.
+            name_rank: Whether the error of a problem begins with the rank that has it. False for a problem that ranks
+                of other groups have too, so that all of them raise one text.
 
         Returns:
             R lists of n integers on the host, by rank.
 
         Raises:
-            InputError: On all ranks, if a rank has a problem, or ranks are in different layers, have different facts in
-                `FlightRecorder.call_facts`, or differ in which tensors require gradients.
+            InputError: On all ranks, if a rank has a problem, or ranks are in different layers, have different facts,
+                or differ in which tensors require gradients.
             ValueError: There are more than R + 1 integers.
         """
-        name = zlib.crc32(self.flight_recorder.call_name.encode())
-        call_facts = zlib.crc32(self.flight_recorder.call_facts.encode())
+        recorder = self.flight_recorder
+        call_name = recorder.call_name if call_name is None else call_name
+        call_facts = recorder.call_facts if call_facts is None else call_facts
+        checksums = [zlib.crc32(text.encode()) for text in (call_name, call_facts)]
         # one copy moves all integers to the device; the tensors follow them
         integers = [value for value in values if isinstance(value, int)]
         tensors = [value.reshape(-1) for value in values if isinstance(value, Tensor)]
@@ -202,22 +211,20 @@ class RankGroup:
             )
         # all calls have the same width, so that ranks in different layers can exchange and report that
         filler = [0] * (self.size + 1 - numbers)
-        header = [problem is not None, name, call_facts, _requires_grad_bits(gradients), *filler, *integers]
+        header = [problem is not None, *checksums, _requires_grad_bits(gradients), *filler, *integers]
         row = torch.tensor(header, dtype=torch.int64, device=device)
         rows = self.exchange(torch.cat([row, *tensors]) if tensors else row)
         troubled = [index for index, row in enumerate(rows) if row[0]]
         if troubled:
-            text = self.flight_recorder.broadcast_text(problem, owner=self.ranks[troubled[0]], group=self.ranks)
-            raise InputError(f"rank {self.ranks[troubled[0]]}: {text}")
+            owner = self.ranks[troubled[0]]
+            text = recorder.broadcast_text(problem, owner=owner, group=self.ranks)
+            raise InputError(f"rank {owner}: {text}" if name_rank else text)
         odd = [index for index, row in enumerate(rows) if row[1] != rows[0][1]]
         if odd:
             pair = (self.ranks[0], self.ranks[odd[0]])
-            names = [
-                self.flight_recorder.broadcast_text(self.flight_recorder.call_name, owner=rank, group=self.ranks)
-                for rank in pair
-            ]
+            names = [recorder.broadcast_text(call_name, owner=rank, group=self.ranks) for rank in pair]
             raise InputError(different_layers(pair, names))
-        self._check_call_facts([row[2] for row in rows])
+        self._check_call_facts(call_name, call_facts, [row[2] for row in rows])
         self._same_gradients(gradients, [row[3] for row in rows])
         return [row[len(row) - numbers :] for row in rows]
 
@@ -241,13 +248,8 @@ class RankGroup:
             if problem is not None:
                 raise InputError(problem)
             return
-        recorder = self.flight_recorder
-        before = recorder.call_name, recorder.call_facts
-        recorder.call_name, recorder.call_facts = f"the backward of {call_name}", f"exchange={number}"
-        try:
-            self.agree([], problem, gradient.device)
-        finally:
-            recorder.call_name, recorder.call_facts = before
+        where, facts = f"the backward of {call_name}", f"exchange={number}"
+        self.agree([], problem, gradient.device, call_name=where, call_facts=facts)
 
     def meet_on_host(self, where: str) -> None:
         """Check through the store that all ranks are in the same layer. Collective.
@@ -366,15 +368,14 @@ class RankGroup:
             yield
         self.flight_recorder.set_newest_step(before)
 
-    def _check_call_facts(self, call_facts: list[int]) -> None:
-        """Raise InputError if ranks differ in their facts. call_facts: the checksum of each rank's"""
-        odd = [index for index, found in enumerate(call_facts) if found != call_facts[0]]
+    def _check_call_facts(self, call_name: str, call_facts: str, checksums: list[int]) -> None:
+        """Raise InputError if ranks differ in their facts. checksums: those of each rank's facts"""
+        odd = [index for index, found in enumerate(checksums) if found != checksums[0]]
         if not odd:
             return
         pair = (self.ranks[0], self.ranks[odd[0]])
-        recorder = self.flight_recorder
-        facts = [recorder.broadcast_text(recorder.call_facts, owner=rank, group=self.ranks) for rank in pair]
-        raise InputError(facts_difference(recorder.call_name, facts, pair))
+        facts = [self.flight_recorder.broadcast_text(call_facts, owner=rank, group=self.ranks) for rank in pair]
+        raise InputError(facts_difference(call_name, facts, pair))
 
     def _same_gradients(self, gradients: Gradients, requires_grad: list[int]) -> None:
         for at, name in enumerate(gradients):

@@ -85,7 +85,7 @@ def compared(monkeypatch):
     """Return a layer in two kinds of rank group, and the results that `_drifted` returns in each comparison."""
     found = {"drifts": None, "buffer": None, "steps": False, "asked": [], "agreed": [], "met": [], "met on host": []}
     layout = Some(lockstep=2, replicas=2, token_ranks=1)
-    recorder = Some(step=lambda *_, **__: contextlib.nullcontext(), call_name="", call_facts="")
+    recorder = Some(step=lambda *_, **__: contextlib.nullcontext())
 
     def meet(where, number, tensor):
         found["met"].append((where, number))
@@ -97,7 +97,7 @@ def compared(monkeypatch):
             meet_in_backward=meet,
             meet_on_host=found["met on host"].append,
             sum_order=SumOrder(),
-            agree=lambda values, problem, device, kind=kind: found["agreed"].append((kind, recorder.call_facts)),
+            agree=lambda *_, call_facts, kind=kind, **__: found["agreed"].append((kind, call_facts)),
         )
         for kind in ("lockstep", "expert_data")
     }
