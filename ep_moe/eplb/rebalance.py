@@ -62,14 +62,14 @@ def _device_of(context: Context) -> torch.device:
     return device
 
 
-def _under_way(balancer: Callable[[], RebalanceLoop | None]) -> Callable[[], bool]:
-    """Return a function that says whether a balancer plans transfers, or makes them."""
+def _in_use(balancer: Callable[[], RebalanceLoop | None]) -> Callable[[], RebalanceLoop | None]:
+    """Return a function that returns a balancer until it is closed, OFF, or freed, and then None."""
 
-    def under_way() -> bool:
+    def in_use() -> RebalanceLoop | None:
         found = balancer()
-        return found is not None and found._state in (State.PLANNING, State.MOVING)
+        return None if found is None or found._end is not None or found._connection.closed else found
 
-    return under_way
+    return in_use
 
 
 class RebalanceLoop:
@@ -107,10 +107,15 @@ class RebalanceLoop:
         self._window: Callable[[], tuple[LayerStats, ...]] = tuple
         self._price: Price | None = None
         self._error = ""
-        under_way = _under_way(weakref.ref(self))
+        in_use = _in_use(weakref.ref(self))
         for layer in self.layers:
             layer.placement.choose(self.config.replicas, ranks_per_node=self._per_node)
-            layer.expert_weights.in_rebalance = under_way
+            layer.expert_weights.balancer = in_use
+
+    @property
+    def moves_experts(self) -> bool:
+        """Whether transfers are planned, or under way."""
+        return self._state in (State.PLANNING, State.MOVING)
 
     # --- this rank's part --------------------------------------------------------------------------------------
 

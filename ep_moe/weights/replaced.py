@@ -9,7 +9,7 @@ their values. If the stored tensors themselves were replaced, parameters become 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
@@ -263,12 +263,20 @@ def stored_problem(weights: ExpertSlots) -> str | None:
     return None
 
 
+class Balancer(Protocol):
+    """The part of an ExpertBalancer that the weights read."""
+
+    @property
+    def moves_experts(self) -> bool: ...
+
+
 def refuse_conversion(weights: ExpertSlots, fn: Callable[[Tensor], Tensor]) -> None:
     """Raise InputError if `fn` changes dtype or device while an ExpertBalancer moves experts.
 
     The bytes of an expert on their way would no longer be those of the slots.
     """
-    if not weights.in_rebalance():
+    balancer = weights.balancer()
+    if balancer is None or not balancer.moves_experts:
         return
     before = torch.empty(0, dtype=weights.dtype, device=weights.device)
     after = fn(before)

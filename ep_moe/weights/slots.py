@@ -29,6 +29,7 @@ from ep_moe.weights.parts import (
     split_parts,
 )
 from ep_moe.weights.replaced import (
+    Balancer,
     attach_assigned_parameters,
     copy_parameters_to_slots,
     offloaded_problem,
@@ -88,7 +89,7 @@ class ExpertSlots(nn.Module):
         self.updates = 0  # calls that may have written weights; equal on all ranks
         self.steps = 0  # optimizer steps that updated parameters of the layer
         self.calls = 0  # calls of the layer with gradients enabled
-        self.in_rebalance: Callable[[], bool] = lambda: False  # whether an ExpertBalancer plans or makes moves
+        self.balancer: Callable[[], Balancer | None] = lambda: None  # the ExpertBalancer in use for this layer
         self._dtype = dtype or torch.get_default_dtype()
         self.weight_layout = weight_layout(config, scheme, self._dtype, self.etp.size)
         self.names = tuple(self.weight_layout.canonical)

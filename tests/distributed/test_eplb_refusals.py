@@ -61,6 +61,23 @@ def test_a_closed_balancer_does_nothing_more(world_size):
 
 
 @distributed(2)
+def test_a_second_balancer_of_a_layer_is_refused(world_size):
+    """The second one would choose replicas for the first, and the moves of each would roll those of the other back."""
+    with context_of() as context:
+        layers = make_layers(context, 2)
+        first = ExpertBalancer(layers, context, on_request())
+        found = same_error(ConfigError, lambda: ExpertBalancer(layers[1:], context, on_request()))
+        assert "layer moe1 has an ExpertBalancer already" in found
+        assert "call close() of that one on all ranks first" in found
+        first.move_to([random_map(2, 8, 1)] * 2)
+        first.settle()
+        first.close()
+        second = ExpertBalancer(layers, context, on_request())
+        del second  # on all ranks, without close
+        ExpertBalancer(layers, context, on_request()).close()
+
+
+@distributed(2)
 def test_a_close_that_rolls_back_gives_back_its_groups(world_size):
     with context_of() as context:
         layers = make_layers(context)

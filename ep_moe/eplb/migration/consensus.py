@@ -388,6 +388,11 @@ def _problem(layers: Sequence[BalancedLayer], context: Context, config: EPLBConf
                 f"expert weights of layer {layer.name} require gradients, and an optimizer's state does not move with "
                 f"them; call requires_grad_(False) of the model or of layer.expert_weights"
             )
+        if weights.balancer() is not None:
+            return ConfigError(
+                f"layer {layer.name} has an ExpertBalancer already, and two would move the same experts; call close() "
+                "of that one on all ranks first"
+            )
         if weights.lora is not None:
             return ConfigError(
                 f"expert weights of layer {layer.name} have LoRA factors, which do not move with them; call merge_lora "
