@@ -158,8 +158,15 @@ class RebalanceLoop:
                 assert self._migration is not None
                 self._migration.advance()
                 # a row whose weights were updated during the transfer is not damaged: the layer is sent again
-                if self._migration.done and not self._problem and not self._migration.outdated():
-                    self._trouble_here(self._migration.damage())
+                if self._migration.done and not self._problem:
+                    outdated, name = self._migration.outdated(), self._migration.layer.name
+                    if outdated == "map":
+                        self._trouble_here(
+                            f"layer {name}: its expert map was changed while its experts were moving; settle() first, "
+                            "and change maps on all ranks alike"
+                        )
+                    elif not outdated:
+                        self._trouble_here(self._migration.damage())
             elif self._state is State.PLANNING and self._decision is None and not self._problem:
                 self._look_at_plan()
             if not self._done and time.monotonic() - self._since > self._connection.deadline_s:
@@ -206,6 +213,12 @@ class RebalanceLoop:
         if not self._background.done:
             return
         decision: Decision = self._background.result()
+        for layer in self.layers:
+            if layer.placement.expert_map != layer.expert_weights.expert_map:
+                raise InputError(
+                    f"layer {layer.name}: Placement.update changed the expert map, and did not move the weights; put "
+                    "the former map back with Placement.update on all ranks, and give the new one to move_to"
+                )
         if self._mover.staging.reserve(decision.staging_size):
             self._decision = decision
 
@@ -303,7 +316,8 @@ class RebalanceLoop:
         """Vote on a layer whose bytes have all arrived on all ranks, and do what the first vote says.
 
         Ranks vote differently only if their callers did different things to the layer since the last exchange, such as
-        an update of weights on one rank. The balancer then ends on the ranks whose vote lost, unless RESTART won.
+        an update of weights on one rank. The balancer ends on ranks whose RESTART lost to COMMIT. A rank that has lost
+        the others votes ROLLBACK. If it was the first, the balancer ends on all ranks.
         """
         migration = self._migration
         assert migration is not None
@@ -311,44 +325,40 @@ class RebalanceLoop:
         late = not outdated and migration.written()  # written after this rank's last status said that they were not
         forward = self._context.flight_recorder.number
         try:
-            vote, theirs = self._vote(_ROLLBACK if outdated else _RESTART if late else _COMMIT, forward)
+            vote, theirs = self._vote(_RESTART if outdated or late else _COMMIT, forward)
         except PeerTimeout as error:
             self._disable_and_raise(error, "is undecided")
-        fate = "was rolled back"
-        if vote == _COMMIT:
-            self._put_in_force(migration)
-            fate = "was applied"
-        if vote == _COMMIT and late:
-            self._disable_and_raise(
-                RebalanceError(
-                    f"parameters of {name} were written on this rank after its experts had arrived on other ranks, "
-                    "which keep the former values; call update_expert on all ranks alike, and make a new balancer"
-                ),
-                fate,
-            )
-        if vote != _RESTART and (vote == _COMMIT) == bool(outdated):
-            self._disable_and_raise(
-                RebalanceError(
-                    f"only some ranks had their {outdated or 'weights or map'} changed, or lost their peers; call "
-                    "update_expert on all ranks alike"
-                ),
-                fate,
-            )
-        if vote == _COMMIT and forward != theirs:
-            self._disable_and_raise(
-                RebalanceError(
-                    f"the ranks are not in step: forward is {forward} on this rank and {theirs} on another, and "
-                    "outputs since then may be wrong; call ExpertBalancer.step() after every forward, on all ranks "
-                    "alike"
-                ),
-                fate,
-            )
-        if vote == _COMMIT:
-            self._next_layer()
-        elif outdated != "map":
+        if vote == _RESTART:
             self._restart()
-        else:
-            self._roll_back(f"layer {name}: its expert map was changed while its experts were moving")
+            return
+        if vote == _ROLLBACK:
+            self._disable_and_raise(
+                RebalanceError("another rank ended its balancer; its error says why"), "was rolled back"
+            )
+        if outdated == "map":
+            # not put in force: the slots may no longer be those of the old map. Ranks that differ refuse the next call
+            self._disable_and_raise(
+                RebalanceError(
+                    f"the expert map of {name} was changed on this rank alone while its experts were moving; call "
+                    "settle() first, change maps on all ranks alike, and make a new balancer"
+                ),
+                "was applied on the other ranks alone",
+            )
+        self._put_in_force(migration)
+        problem = ""
+        if outdated or late:
+            problem = (
+                f"parameters of {name} were written on this rank after its experts had arrived on other ranks, which "
+                "keep the former values; call update_expert on all ranks alike, and make a new balancer"
+            )
+        elif forward != theirs:
+            problem = (
+                f"the ranks are not in step: forward is {forward} on this rank and {theirs} on another, and outputs "
+                "since then may be wrong; call ExpertBalancer.step() after every forward, on all ranks alike"
+            )
+        if problem:
+            self._disable_and_raise(RebalanceError(problem), "was applied")
+        self._next_layer()
 
     def _restart(self) -> None:
         migration = self._migration

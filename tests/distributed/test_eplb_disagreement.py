@@ -10,7 +10,7 @@ from ep_moe import ConfigError, ExpertBalancer, InputError, PeerTimeout, Rebalan
 from ep_moe.eplb import balancer as balancer_module
 from ep_moe.eplb.migration.consensus import RankStatus, State, StatusExchange, Trouble
 from ep_moe.testing import distributed
-from tests.fixtures.distributed_cases import check_call
+from tests.fixtures.distributed_cases import check_call, same_error
 from tests.fixtures.eplb_cases import ROW, all_alike, assert_slots, context_of, make_layers, on_request, random_map
 from tests.fixtures.eplb_faults import (
     DEADLINE_S,
@@ -98,13 +98,12 @@ def test_a_step_that_is_skipped_just_before_a_commit(world_size):
 @distributed(2, 4)
 @pytest.mark.parametrize("first", ["that rank", "the others"])
 def test_weights_that_one_rank_alone_writes(first, world_size):
-    """A rank that writes weights after it reported ready ends the balancer, and all ranks keep one map.
+    """A rank that writes weights after it reported ready restarts the transfer, unless the others have committed.
 
-    Only the store tells then whether the others have committed.
+    Only the store tells then whether they have. All ranks have one map.
     """
     with context_of(10.0) as context:
-        layers = make_layers(context)
-        before, rank = layers[0].placement.expert_map, dist.get_rank()
+        layers, rank = make_layers(context), dist.get_rank()
         balancer = ExpertBalancer(layers, context, on_request(bytes_per_step=1 << 30, deadline_s=DEADLINE_S))
         balancer.move_to([new_map(layers[0])])
         step_until(balancer, lambda: balancer.state is State.MOVING and balancer._migration.done)
@@ -113,17 +112,19 @@ def test_weights_that_one_rank_alone_writes(first, world_size):
         if (rank == LOST) == (first == "the others"):
             await_first()
         if rank == LOST and first == "that rank":
-            balancer.step()  # restarts, and finds that it is alone
+            balancer.step()
             note_first()
         if rank != LOST and first == "the others":
             balancer.step()
             note_first()
-            assert balancer.state is State.IDLE
-        else:
-            with pytest.raises((RebalanceError, PeerTimeout), match="the balancer is off"):
+        if rank == LOST and first == "the others":
+            with pytest.raises(RebalanceError, match=r"the balancer is off: parameters of moe0 were written on this"):
                 balancer.settle()
-        now = all_alike(layers[0].placement.expert_map.to_json())
-        assert now == (before if first == "that rank" else new_map(layers[0])).to_json()
+        else:
+            balancer.settle()
+            assert balancer.state is State.IDLE
+            assert balancer.stats().restarts == (first == "that rank")
+        assert all_alike(layers[0].placement.expert_map.to_json()) == new_map(layers[0]).to_json()
         assert_slots(layers[0])
         check_call(layers[0], context)
 
@@ -191,6 +192,67 @@ def test_another_map_on_the_way(world_size):
         assert layers[0].placement.expert_map == mine
         assert_recovers(balancer, layers, context)
         balancer.close()
+
+
+@distributed(2)
+@pytest.mark.parametrize("when", ["while experts arrive", "before the others commit", "after the others commit"])
+def test_a_map_that_one_rank_alone_changes(when, world_size):
+    """All ranks raise, or refuse the next call: a commit over another map would leave slots with other experts."""
+    with context_of(10.0) as context:
+        layers, rank = make_layers(context), dist.get_rank()
+        early = when == "while experts arrive"
+        budget = ROW if early else 1 << 30
+        balancer = ExpertBalancer(layers, context, on_request(bytes_per_step=budget, deadline_s=DEADLINE_S))
+        before, after, mine = layers[0].placement.expert_map, new_map(layers[0]), random_map(2, 8, 77)
+        balancer.move_to([after])
+        step_until(balancer, lambda: balancer.state is State.MOVING and (early or balancer._migration.done))
+        if rank == LOST:
+            layers[0].placement.update(mine)
+            layers[0].expert_weights.set_expert_map(mine)
+        if when == "after the others commit":
+            if rank == LOST:
+                await_first()
+                with pytest.raises(RebalanceError, match="the expert map of moe0 was changed on this rank alone"):
+                    balancer.step()
+            else:
+                balancer.step()
+                note_first()
+        else:
+            if rank != LOST and not early:
+                await_first()
+            if rank == LOST and not early:
+                balancer.step()
+                note_first()
+            found = same_error(RebalanceError, balancer.settle)
+            assert "rank 1: layer moe0: its expert map was changed while its experts were moving" in found
+            assert balancer.state is State.IDLE
+        now = layers[0].placement.expert_map
+        assert now == (mine if rank == LOST else after if "after" in when else before)
+        x = torch.zeros(3, 16, device=context.device)
+        assert "the ranks use different expert maps" in same_error(InputError, lambda: layers[0](x))
+
+
+@distributed(2)
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [("one", "rank 1: layer moe0: Placement.update changed the expert map"), ("one of both", "different plans"),
+     ("all", "rank 0: layer moe0: Placement.update changed the expert map")],
+)  # fmt: skip
+def test_a_map_that_is_changed_before_a_rebalance(ranks, words, world_size):
+    """Experts would be sent from slots that hold others, and all ranks would have one map afterwards."""
+    with context_of(10.0) as context:
+        layers = make_layers(context)
+        before = layers[0].placement.expert_map
+        balancer = ExpertBalancer(layers, context, on_request(deadline_s=DEADLINE_S))
+        if ranks == "all" or dist.get_rank() == LOST:
+            layers[0].placement.update(random_map(2, 8, 77))
+            if ranks == "one of both":  # of placement and weights
+                layers[0].expert_weights.set_expert_map(random_map(2, 8, 77))
+        balancer.move_to([new_map(layers[0], 3)])
+        assert words in same_error(RebalanceError, balancer.settle)
+        layers[0].placement.update(before)
+        layers[0].expert_weights.set_expert_map(before)
+        assert_recovers(balancer, layers, context)
 
 
 @distributed(2)

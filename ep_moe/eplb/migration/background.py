@@ -47,9 +47,9 @@ class Decision:
 
     @cached_property
     def digest(self) -> int:
-        """64 bits of a hash of the maps and of the bytes of experts that move, as a signed integer."""
+        """64 bits of a hash of the maps, of those that they replace, and of the bytes of experts that move. Signed."""
         text = hashlib.sha256()
-        for placed in self.maps:
+        for placed in (*self.maps, *(parts[0].old for parts in self.schedules if parts)):
             slots = placed.physical_to_logical
             text.update(array("q", (placed.num_experts, placed.num_ranks, placed.allow_duplicates, len(slots), *slots)))
         text.update(array("q", [part.row_bytes for parts in self.schedules for part in parts]))

@@ -145,7 +145,7 @@ def reach_verdict(rows: Sequence[RankStatus], ranks: Sequence[int]) -> Verdict:
         return Verdict(
             Action.ROLLBACK,
             text=f"the ranks made different plans: their digest is {_listed(digests, ranks)}; a planner must depend on "
-            f"its arguments alone, and layers must be converted (.to, .half) on all ranks alike",
+            "its arguments alone; maps must be changed and layers converted (.to, .half) on all ranks alike",
         )
     return Verdict(Action.COMMIT)
 
