@@ -34,6 +34,7 @@ from ep_moe.integrations.lora_targets import (
     is_named,
     meta_copy,
     moved_modules,
+    patterns_of_peft,
 )
 from ep_moe.training.wrappers import exclude_experts
 from ep_moe.weights import lora
@@ -98,8 +99,7 @@ def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
         named.target_parameters = others or None  # PEFT does not handle those of experts
         check_modules(named, model, dense)
         for pattern in ("rank_pattern", "alpha_pattern"):
-            own = {target.pattern_in(getattr(config, pattern)) for target in targets}
-            setattr(dense, pattern, {k: v for k, v in (getattr(config, pattern) or {}).items() if k not in own})
+            setattr(dense, pattern, patterns_of_peft(getattr(config, pattern) or {}, dense, model, targets))
         accept_adapter(model, dense)
         model = peft.get_peft_model(model, dense)
     else:

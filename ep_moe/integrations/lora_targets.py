@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,8 +81,7 @@ class LoraTarget:
 
     def pattern_in(self, patterns: dict[str, Any] | None) -> str | None:
         """Return the first key of `rank_pattern` or `alpha_pattern` that matches this matrix, as PEFT searches them."""
-        name = f"{self.of.name}.{self.parameter}"
-        return next((each for each in patterns or {} if re.match(rf"(.*\.)?({each})$", name)), None)
+        return _pattern_of(f"{self.of.name}.{self.parameter}", patterns or {})
 
     def in_file(self, a: Tensor, b: Tensor) -> dict[str, Tensor]:
         """Convert factors of all experts to PEFT's form, by their names in an adapter's file.
@@ -159,6 +158,47 @@ def moved_modules(targets: Any, model: Any) -> Any:
             ours = re.sub(rf"^{theirs}(?=\.|$)", held_at.rpartition(".")[2], inside)
         moved.append(ours)
     return moved
+
+
+def _pattern_of(name: str, patterns: dict[str, Any]) -> str | None:
+    """Return the first key of `rank_pattern` or `alpha_pattern` that matches a name, as PEFT searches them."""
+    return next((each for each in patterns if re.match(rf"(.*\.)?({each})$", name)), None)
+
+
+def patterns_of_peft(
+    patterns: dict[str, Any], config: Any, model: nn.Module, targets: Sequence[LoraTarget]
+) -> dict[str, Any]:
+    """Return `rank_pattern` or `alpha_pattern` for PEFT's own targets.
+
+    A pattern may match experts' matrices and other modules. PEFT searches it by the names of our model, which differ
+    from transformers' for shared experts. So each target gets a pattern of its own, found by transformers' name.
+
+    Args:
+        patterns: Those of the adapter, for the names of transformers' model.
+        config: The configuration that is passed to PEFT.
+        model: The model that is passed to PEFT.
+        targets: Experts' matrices, which are not PEFT's targets.
+    """
+    found, used = dict[str, Any](), {target.pattern_in(patterns) for target in targets}
+    shared = [(f"{block}.{ours}.", f"{block}.{theirs}.") for block, ours, theirs in shared_names(model)]
+    for name in _targets_of_peft(config, model):
+        renamed = (theirs + name.removeprefix(ours) for ours, theirs in shared if name.startswith(ours))
+        if (key := _pattern_of(next(renamed, name), patterns)) is not None:
+            found[re.escape(name)] = patterns[key]
+            used.add(key)
+    return found | {key: value for key, value in patterns.items() if key not in used}  # PEFT warns of these
+
+
+def _targets_of_peft(config: Any, model: nn.Module) -> Iterator[str]:
+    """Yield the names of the modules and parameters of `model` that get factors by PEFT."""
+    modules, parameters = config.target_modules, config.target_parameters or []
+    all_linear = isinstance(modules, str) and modules.lower() == "all-linear"
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) if all_linear else _wanted(config, "target_modules", modules, name):
+            yield name
+    for name, _ in model.named_parameters():
+        if _wanted(config, "target_parameters", parameters, name):
+            yield name
 
 
 def check_modules(config: Any, model: nn.Module, found: Any) -> None:

@@ -19,7 +19,7 @@ from ep_moe.integrations.transformers import (
 )
 from ep_moe.testing import rank_device
 from ep_moe.weights.lora import LowRank
-from tests.fixtures.checkpoint_files import quiet
+from tests.fixtures.checkpoint_files import quiet, tiny_model
 from tests.fixtures.interface_models import interface_model
 from tests.fixtures.lora_models import lora_config, plain_twin
 
@@ -227,6 +227,23 @@ def test_another_peft_is_asked_for(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"^LoRA needs peft, which is not installed \(.*\); pip install peft$"):
         add_lora(None, None)
+
+
+@pytest.mark.parametrize("kind", ["olmoe", "llama4_text"])
+@pytest.mark.parametrize("field", ["alpha_pattern", "rank_pattern"])
+@pytest.mark.parametrize("pattern", [".*proj", "down_proj", r".*shared_expert\..*", ".*(v_proj|experts.down_proj)"])
+def test_patterns_select_what_they_select_for_peft(pattern, field, kind, models, tmp_path):
+    """A pattern may match experts, attention, and shared experts, whose modules have another name in our block."""
+    if kind == "llama4_text":
+        tiny_model(kind).save_pretrained(tmp_path / kind)
+        models = tmp_path
+    plain = plain_twin(models, kind, **{field: {pattern: 3}}).eval()
+    plain.save_pretrained(tmp_path / "theirs")
+    ids = torch.arange(12).view(1, 12)
+    with EPContext.local(torch.device("cpu")) as context, torch.no_grad():
+        model = load_pretrained(models / kind, context, experts="reference", progress=False)
+        model = load_lora(model, tmp_path / "theirs").eval()
+        torch.testing.assert_close(model(input_ids=ids).logits, plain(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
 
 
 UNSERVED = {
