@@ -81,8 +81,9 @@ def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
             f"LoraConfig.target_parameters names {absent[0]!r}, which is no parameter of {type(model).__name__} with "
             f"expert-parallel layers; name experts' matrices as transformers does, and leave out the router"
         )
+    of_peft = bool(config.target_modules or others or not targets)
     if targets:
-        check_config(config)
+        check_config(config, of_peft=of_peft)
     ranks = {target: target.low_rank(config) for target in targets}
     of_layers = [
         (one, {target.stored: ranks[target] for target in targets if target.of.name == one.name}) for one in layers
@@ -90,7 +91,7 @@ def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
     for one, of_layer in of_layers:
         if of_layer:  # before PEFT wraps and freezes the model
             lora.check_lora(one.layer.expert_weights)
-    if config.target_modules or others or not targets:
+    if of_peft:
         dense = copy.deepcopy(config)
         dense.target_parameters = others or None
         dense.target_modules = moved_modules(config.target_modules, model)

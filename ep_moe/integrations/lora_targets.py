@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
@@ -23,11 +23,17 @@ from ep_moe.weights import lora
 from ep_moe.weights.lora import ExpertLora, LowRank
 
 PREFIX = "base_model.model."  # begins each name in an adapter's file
-# fields of LoraConfig that PEFT refuses for target_parameters too, or that ep_moe does not compute
-_UNSERVED = (
-    "lora_dropout", "fan_in_fan_out", "lora_bias", "use_dora", "layers_to_transform", "layer_replication",
-    "exclude_modules", "modules_to_save",
-)  # fmt: skip
+# fields of LoraConfig that may have any value beside factors of experts: ep_moe computes them, PEFT does without the
+# experts, or they say how the factors were initialized. PEFT refuses most others for target_parameters, and adds some
+# in its releases
+_SERVED = {
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules", "target_parameters", "bias",
+    "trainable_token_indices", "ensure_weight_tying", "init_lora_weights", "loftq_config", "eva_config",
+    "corda_config", "lora_ga_config", "runtime_config",
+}  # fmt: skip
+# fields that PEFT computes, but only if it gets a target
+_OF_PEFT = {"bias": "none", "trainable_token_indices": None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,6 +220,11 @@ def check_modules(config: Any, model: nn.Module, found: Any) -> None:
             only these layers have.
     """
     kept = _Kept(model)
+    if getattr(config, "bias", "none") == "all" and (own := kept.own_bias(model)) is not None:
+        raise ConfigError(
+            f"{type(config).__name__}.bias='all' would train {own}, which only expert-parallel layers have; pass "
+            "'lora_only' or 'none'"
+        )
     theirs = meta_copy(model)
     parameters = [name for name, _ in theirs.named_parameters()]
     modules = [name for name, _ in theirs.named_modules() if name]
@@ -259,6 +270,11 @@ class _Kept:
         shared = tuple(ours for _, ours in self._shared)
         self.own = [name for name in names if name.startswith(made) and not (shared and name.startswith(shared))]
 
+    def own_bias(self, model: nn.Module) -> str | None:
+        """Return the name of a parameter of these layers that PEFT takes for a bias."""
+        names = (_bare(name) for name, _ in model.named_parameters())
+        return next((name for name in names if "bias" in name and name in self.own), None)
+
     def name_of(self, name: str) -> str:
         """Return the name in this model of a module or parameter of transformers' model."""
         for theirs, ours in self._shared:
@@ -294,12 +310,26 @@ def _wanted(config: Any, field: str, wanted: Any, name: str) -> str | None:
     return wanted if isinstance(wanted, str) else next((each for each in wanted if is_named(name, each)), name)
 
 
-def check_config(config: Any) -> None:
-    """Raise ConfigError if a `LoraConfig` sets a field that is not supported for factors of experts."""
-    for name in _UNSERVED:
-        if value := getattr(config, name, None):
+def check_config(config: Any, *, of_peft: bool = True) -> None:
+    """Raise ConfigError if a `LoraConfig` sets a field that is not supported for factors of experts.
+
+    Args:
+        config: The configuration.
+        of_peft: Whether it also has targets that PEFT handles.
+    """
+    for field in fields(config):
+        value = getattr(config, field.name)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if field.name not in _SERVED and value and value != default:
             raise ConfigError(
-                f"LoraConfig.{name}={value!r} is not served with target_parameters of experts; leave it at its default"
+                f"LoraConfig.{field.name}={value!r} is not served with target_parameters of experts; leave it at its "
+                "default"
+            )
+    for name, default in _OF_PEFT.items():
+        if not of_peft and (value := getattr(config, name, default)) != default:
+            raise ConfigError(
+                f"LoraConfig.{name}={value!r} is not served where experts are the only targets; name another module in "
+                "target_modules, or leave it at its default"
             )
     if config.init_lora_weights is not True:
         raise ConfigError(

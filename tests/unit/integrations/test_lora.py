@@ -248,7 +248,7 @@ def test_patterns_select_what_they_select_for_peft(pattern, field, kind, models,
 
 UNSERVED = {
     "fan_in_fan_out": True, "lora_bias": True, "layers_to_transform": [0], "layer_replication": [(0, 1)],
-    "exclude_modules": ["q_proj"], "modules_to_save": ["lm_head"],
+    "exclude_modules": ["q_proj"], "modules_to_save": ["lm_head"], "alora_invocation_tokens": [5], "use_qalora": True,
 }  # fmt: skip
 
 
@@ -267,9 +267,23 @@ def test_fields_that_experts_do_not_serve_are_named(models):
             setattr(config, name, value)
             with pytest.raises(ConfigError, match=rf"LoraConfig\.{name}=.* is not served"):
                 check_config(config)
+        for changes in ({"bias": "all"}, {"trainable_token_indices": [1]}):
+            with pytest.raises(ConfigError, match="is not served where experts are the only targets"):
+                add_lora(model, lora_config("olmoe", target_modules=[], **changes))
         absent = lora_config("olmoe", target_parameters=["experts.down_proj", "mlp.gate_up"])
         with pytest.raises(ConfigError, match=r"target_parameters names 'mlp\.gate_up', which is no parameter"):
             add_lora(model, absent)
+
+
+def test_biases_of_replaced_blocks_are_not_trained(tmp_path):
+    """PEFT's bias="all" trains every parameter with that word in its name. One rank's would be saved by our names."""
+    tiny_model("gpt_oss").save_pretrained(tmp_path)
+    with EPContext.local(torch.device("cpu")) as context:
+        model = load_pretrained(tmp_path, context, experts="reference", progress=False)
+        for config in (lora_config("gpt_oss", bias="all"), lora_config("gpt_oss", bias="all", target_parameters=None)):
+            with pytest.raises(ConfigError, match=r"bias='all' would train model\.layers\.0\.mlp\.moe\.router"):
+                add_lora(model, config)
+        add_lora(model, lora_config("gpt_oss", bias="lora_only"))
 
 
 @pytest.mark.parametrize(
