@@ -198,9 +198,9 @@ def as_number(value: object) -> float | None:
 
 
 def shown(value: object) -> str:
-    """Return the repr of a value for an error message, shortened to `_SHOWN` characters."""
+    """Return the repr of a value for an error message, in one line of at most `_SHOWN` characters."""
     try:
-        text = repr(value)
+        text = " ".join(map(str.strip, repr(value).splitlines()))
     except Exception:  # a user's __repr__ may raise anything
         text = f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({type(value).__name__})"

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.buffer_slots import BufferPool, BufferSlot, RecordableCall
+from ep_moe.checks import shown
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.execution.cuda_graph import CallGraph, Given, Recorder
@@ -213,7 +214,7 @@ def capture_problem(layer: Layer, tokens: Sequence[int], no_graphs: str | None) 
     context, bound, kernel = layer.context, layer.context._current_limit, layer._kernel
     most = "" if bound is None else f" and at most {bound} (the token limit)"
     if not (isinstance(tokens, Sequence) and tokens and all(_fits(count, bound) for count in tokens)):
-        return f"tokens must be a list of integers of at least 0{most}, got {tokens!r}"
+        return f"tokens must be a list of integers of at least 0{most}, got {shown(tokens)}"
     if no_graphs is not None:
         return no_graphs
     if capturing(layer.device):

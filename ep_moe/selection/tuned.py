@@ -13,7 +13,7 @@ import dataclasses
 import json
 import logging
 from bisect import bisect_left
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ep_moe._version import __version__
-from ep_moe.checks import check_path, flat_facts, from_table
+from ep_moe.checks import check_path, flat_facts, from_table, shown
 from ep_moe.config import MoEConfig, Wire
 from ep_moe.context import TUNING_S, EPContext
 from ep_moe.errors import ConfigError
@@ -320,12 +320,15 @@ def tuned_on_one_rank(
         deadline_s=TUNING_S,
     )
     if context.layout.rank == 0:
-        _log.info("%s: tuned %s for %s rows", name, kernel.name, ", ".join(map(str, rows)))
+        _log.info("%s: tuned %s for rows=%s", name, kernel.name, shown(rows))
     return found
 
 
 def _counts(rows: Sequence[int]) -> list[int]:
-    for count in rows:
+    if not isinstance(rows, Iterable):
+        raise ConfigError(f"tune: rows must be a list of integers of at least 1, got {shown(rows)}")
+    counts = list(rows)
+    for count in counts:
         if type(count) is not int or count < 1:
-            raise ConfigError(f"tune: rows must be integers of at least 1, got {count!r}")
-    return list(rows)
+            raise ConfigError(f"tune: rows must be integers of at least 1, got {shown(count)}")
+    return counts

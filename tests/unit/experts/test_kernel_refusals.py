@@ -288,6 +288,11 @@ def test_bad_fields_of_a_layer():
     for bad in (0, -5, 2.5, True):
         with pytest.raises(ConfigError, match="tune: rows must be integers of at least 1, got"):
             layer.tune((8, bad))
+    with pytest.raises(ConfigError, match=r"tune: rows must be a list of integers of at least 1, got 8$"):
+        layer.tune(8)
+    for call in (layer.tune, layer.capture):
+        with pytest.raises(ConfigError, match=r"must be .*integers of at least .*, got .*\.\.\. \(Tensor\)$"):
+            call(torch.zeros(1, 64))
     assert layer.tune((8,)) == []
 
 
