@@ -30,6 +30,7 @@ from ep_moe.integrations.lora_targets import (
     check_config,
     check_modules,
     converted,
+    converted_adapter,
     expert_targets,
     is_named,
     meta_copy,
@@ -236,7 +237,8 @@ def load_lora(model: nn.Module, folder: str | Path, *, trainable: bool = False) 
             raise CheckpointError(f"{folder / _FILE} cannot be read: {error}") from error
         _refuse_second("load_lora", model, peft)
         if any(re.search(r"experts\.\d+\.", name) for name in tensors):
-            tensors = _fused(tensors, config, model, folder)
+            joined = converted_adapter(config, model, tensors)
+            tensors, config = _fused(tensors, config, model, folder), joined
         base = model
         model = add_lora(model, config)
         kept: Any = model.ep_moe_lora

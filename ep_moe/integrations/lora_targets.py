@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -150,6 +150,43 @@ def converted(config: Any, model: Any) -> Any:
     except ValueError as error:
         raise ConfigError(f"LoraConfig.target_modules={config.target_modules!r}: {error}; name all of them") from error
     return config
+
+
+def converted_adapter(config: Any, model: Any, names: Iterable[str]) -> Any:
+    """Convert the configuration of an adapter that was trained where each expert had linear layers of its own.
+
+    PEFT joins the factors of gate and up, r of each, to factors of rank 2r, and doubles `lora_alpha`. The scale then
+    stays alpha / r, but not alpha / sqrt(r) (rsLoRA), and patterns for single layers do not reach the joined matrix.
+
+    Args:
+        config: The adapter's configuration.
+        model: The model that gets the adapter.
+        names: Names of tensors in the adapter's file.
+
+    Returns:
+        The configuration as `converted` returns it, with the scale that the adapter was trained with.
+
+    Raises:
+        ConfigError: A pattern selects layers of experts that have no parameter of their own any more.
+    """
+    found = converted(config, model)
+    targets = expert_targets(model, list(found.target_parameters or []))
+    kept = {f"{target.of.name}.{target.parameter}" for target in targets}
+    layers = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in names}
+    for field in ("rank_pattern", "alpha_pattern"):
+        patterns = getattr(config, field) or {}
+        for layer in sorted(layers):
+            single = re.sub(r"\.experts\.\d+\.", ".experts.", layer)
+            key = _pattern_of(layer, patterns)
+            if single != layer and key != (_pattern_of(single, patterns) if single in kept else None):
+                raise ConfigError(
+                    f"LoraConfig.{field} selects {layer} by {key!r}, and transformers joins the experts of a layer in "
+                    "one parameter; merge the adapter with the versions of peft and transformers that trained it"
+                )
+        if field == "alpha_pattern" and config.use_rslora:
+            for key in found.alpha_pattern.keys() - patterns.keys():
+                found.alpha_pattern[key] = found.lora_alpha * (found.rank_pattern[key] / found.r) ** 0.5
+    return found
 
 
 def moved_modules(targets: Any, model: Any) -> Any:

@@ -21,7 +21,7 @@ from ep_moe.weights import lora
 from tests.fixtures.checkpoint_files import quiet, tiny_model
 from tests.fixtures.distributed_cases import same_error
 from tests.fixtures.interface_models import interface_model
-from tests.fixtures.lora_models import lora_config, plain_twin
+from tests.fixtures.lora_models import PER_EXPERT, lora_config, old_names, plain_twin, write_old
 from tests.fixtures.p2p_on_cpu import p2p_on_cpu
 
 peft = pytest.importorskip("peft")
@@ -113,9 +113,6 @@ def test_training_equals_peft_on_one_process(models, tmp_path, world_size):
                         assert apart(again(input_ids=torch.cat(ids), use_cache=False).logits, every) < TOLERANCE
 
 
-PER_EXPERT = ["q_proj", "gate_proj", "up_proj", "down_proj"]
-
-
 @distributed(2)
 def test_linear_layers_of_each_expert(models, tmp_path, world_size):
     """Adapters that name the linear layers of each expert load, as trained where each expert was a module.
@@ -151,43 +148,6 @@ def test_linear_layers_of_each_expert(models, tmp_path, world_size):
             again = peft.PeftModel.from_pretrained(again, tmp_path / f"{kind}_again").eval()
             with torch.no_grad():
                 assert apart(again(input_ids=ids.cpu(), use_cache=False).logits, expected) < TOLERANCE, kind
-
-
-def old_names(plain, kind):
-    """Return a model's factors under the names that an adapter of transformers 4 used, with r per gate and per up.
-
-    The model's own factors are changed to equal them.
-    """
-    found = {}
-    for name, module in plain.named_modules():
-        if not name.endswith("mlp.experts"):
-            continue
-        outer, inner = module, module.base_layer
-        for wrapper, parts in ((inner, ("gate_proj", "up_proj")), (outer, ("down_proj",))):
-            a, b = (getattr(wrapper, f"lora_{each}")["default"].weight.data for each in "AB")
-            experts, rank = wrapper.num_experts, 4
-            a = a.view(experts, -1, a.shape[-1])  # [E, r or 2r, in]
-            b = b.view(b.shape[0], -1, experts)  # [out, r or 2r, E]
-            rows = b.shape[0] // len(parts)
-            for at, part in enumerate(parts):
-                for other in range(len(parts)):
-                    if other != at:  # gate's rows use none of up's factors
-                        b[at * rows : (at + 1) * rows, other * rank : (other + 1) * rank] = 0
-                for expert in range(experts):
-                    key = f"{name}.{expert}.{part}"
-                    found[f"{key}.lora_A.weight"] = a[expert, at * rank : (at + 1) * rank].clone()
-                    cut = b[at * rows : (at + 1) * rows, at * rank : (at + 1) * rank, expert]
-                    found[f"{key}.lora_B.weight"] = cut.clone()
-    state = peft.get_peft_model_state_dict(plain)
-    return found | {key: tensor.clone() for key, tensor in state.items() if "experts" not in key}
-
-
-def write_old(tensors, changes, folder):
-    from safetensors.torch import save_file
-
-    folder.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
-    lora_config("qwen3_moe", **changes).save_pretrained(str(folder))
 
 
 @distributed(2)
