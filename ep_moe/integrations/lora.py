@@ -29,6 +29,7 @@ from ep_moe.integrations.lora_targets import (
     PREFIX,
     check_config,
     check_modules,
+    config_facts,
     converted,
     converted_adapter,
     expert_targets,
@@ -67,11 +68,32 @@ def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
         A `PeftModel` around the model if PEFT handles a target, else the model.
 
     Raises:
-        ConfigError: peft is not installed, the configuration requests something unsupported, or the experts cannot
-            have factors (quantized, sharded by etp, or redundant).
+        ConfigError: peft is not installed, the configuration requests something unsupported or differs between ranks,
+            or the experts cannot have factors (quantized, sharded by etp, or redundant).
     """
+    _compare("add_lora", model, config, seed)
+    return _add(model, config, seed)
+
+
+def _compare(what: str, model: Any, config: Any, seed: int) -> None:
+    """Raise ConfigError on all ranks if one cannot add factors by this configuration, or if ranks have others."""
     peft, layers = _peft(), layers_with_layout(model)
-    _refuse_second("add_lora", model, peft)
+    problem = _second_problem(what, model, peft)
+    if not isinstance(config, peft.LoraConfig):
+        problem = ConfigError(
+            f"{what} takes a LoraConfig of peft, got a {type(config).__name__}; for adapters without experts call "
+            "get_peft_model or PeftModel.from_pretrained of peft"
+        )
+    if layers:
+        facts = {} if problem is not None else config_facts(config) | {"seed": seed}
+        layers[0].layer.context.consensus.require_equal(what, facts, problem)
+    elif problem is not None:
+        raise problem
+
+
+def _add(model: Any, config: Any, seed: int) -> Any:
+    """Add factors, as `add_lora` does, by a configuration that was compared."""
+    peft, layers = _peft(), layers_with_layout(model)
     config = converted(config, model)
     wanted = list(config.target_parameters or [])
     targets = list(expert_targets(model, wanted))
@@ -120,14 +142,15 @@ def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
     return model
 
 
-def _refuse_second(what: str, model: Any, peft: Any) -> None:
-    """Raise ConfigError for a model that has an adapter already. Experts can have the factors of one adapter only."""
+def _second_problem(what: str, model: Any, peft: Any) -> ConfigError | None:
+    """Return the error for a model that has an adapter already. Experts can have the factors of one adapter only."""
     factors = [one.layer.expert_weights.lora for one in layers_with_layout(model)]
-    if isinstance(model, peft.PeftModel) or any(found is not None for found in factors):
-        raise ConfigError(
-            f"{what}: model must be without an adapter, got a {type(model).__name__} that has one; call "
-            f"ep_moe.integrations.lora.merge_lora(model) first, or load the model anew"
-        )
+    if not isinstance(model, peft.PeftModel) and all(found is None for found in factors):
+        return None
+    return ConfigError(
+        f"{what}: model must be without an adapter, got a {type(model).__name__} that has one; call "
+        f"ep_moe.integrations.lora.merge_lora(model) first, or load the model anew"
+    )
 
 
 def _join_adapters(model: Any, experts: list[ExpertWeights]) -> None:
@@ -225,22 +248,22 @@ def load_lora(model: nn.Module, folder: str | Path, *, trainable: bool = False) 
         ConfigError: As `add_lora`.
     """
     peft, folder = _peft(), Path(folder)
-    config = peft.LoraConfig.from_pretrained(str(folder))
-    config.inference_mode = not trainable
-    initial = config.init_lora_weights
+    consensus = layers_with_layout(model)[0].layer.context.consensus
+    with consensus.propagate_errors("load_lora"):
+        try:
+            config, tensors = peft.LoraConfig.from_pretrained(str(folder)), load_file(folder / _FILE)
+        except Exception as error:
+            raise CheckpointError(f"{folder}: adapter_config.json or {_FILE} cannot be read: {error}") from error
+    config.inference_mode, initial = not trainable, getattr(config, "init_lora_weights", True)
     if initial in _DRAWN:
         config.init_lora_weights = True
-    with layers_with_layout(model)[0].layer.context.consensus.propagate_errors("load_lora"):
-        try:
-            tensors = load_file(folder / _FILE)
-        except Exception as error:
-            raise CheckpointError(f"{folder / _FILE} cannot be read: {error}") from error
-        _refuse_second("load_lora", model, peft)
+    _compare("load_lora", model, config, 0)
+    with consensus.propagate_errors("load_lora"):
         if any(re.search(r"experts\.\d+\.", name) for name in tensors):
             joined = converted_adapter(config, model, tensors)
             tensors, config = _fused(tensors, config, model, folder), joined
         base = model
-        model = add_lora(model, config)
+        model = _add(model, config, 0)
         kept: Any = model.ep_moe_lora
         kept.init_lora_weights = initial  # as save_lora writes it
         _load_all(peft, model, base, tensors, folder)

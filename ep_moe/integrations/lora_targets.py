@@ -347,6 +347,18 @@ def _wanted(config: Any, field: str, wanted: Any, name: str) -> str | None:
     return wanted if isinstance(wanted, str) else next((each for each in wanted if is_named(name, each)), name)
 
 
+# fields of LoraConfig that change no number, and so may differ between ranks
+_ORIGIN = {"base_model_name_or_path", "revision", "peft_version", "auto_mapping", "task_type", "runtime_config"}
+
+
+def config_facts(config: Any) -> dict[str, str]:
+    """Return the fields of a `LoraConfig` by name, for a comparison of ranks. Sets have another order on each rank."""
+    values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _ORIGIN}
+    return {
+        f"LoraConfig.{name}": repr(sorted(value) if isinstance(value, set) else value) for name, value in values.items()
+    }
+
+
 def check_config(config: Any, *, of_peft: bool = True) -> None:
     """Raise ConfigError if a `LoraConfig` sets a field that is not supported for factors of experts.
 

@@ -219,6 +219,19 @@ def test_adapters_that_do_not_fit_are_refused(models, tmp_path):
         load_lora(model, tmp_path)
 
 
+def test_other_methods_of_peft_are_named(models, tmp_path):
+    import peft
+
+    config = peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    plain = interface_model("olmoe")
+    peft.get_peft_model(plain, config).save_pretrained(tmp_path)
+    with EPContext.local(torch.device("cpu")) as context:
+        model = load_pretrained(models / "olmoe", context, progress=False)
+        for call in (lambda: add_lora(model, config), lambda: load_lora(model, tmp_path)):
+            with pytest.raises(ConfigError, match=r"_lora takes a LoraConfig of peft, got a IA3Config; for adapters"):
+                call()
+
+
 def test_another_peft_is_asked_for(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "peft.utils.transformers_weight_conversion", None)
     words = rf"{tmp_path} has separate factors of each expert, which this peft .*; install peft 0\.21 or newer$"
