@@ -76,19 +76,26 @@ class Kernel:
     """A kernel that is launched as Triton's kernels are, on torch's current stream: kernel[grid](arguments).
 
     threads, shared: threads and bytes of shared memory of a program
+    cooperative: start only when all programs can run at once, so that they may wait for each other
     """
 
     arg_names = ()  # it takes no arguments by name
 
-    def __init__(self, function: Any, device: torch.device, threads: int, shared: int) -> None:
+    def __init__(
+        self, function: Any, device: torch.device, threads: int, shared: int, *, cooperative: bool = False
+    ) -> None:
         self._function, self._device, self._threads, self._shared = function, device, threads, shared
+        self._cooperative = cooperative
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[[Arguments], Kernel]:
         x, y, z = (*grid, 1, 1)[:3]
 
         def run(arguments: Arguments) -> Kernel:
             how = (x, y, z, self._threads, 1, 1, self._shared, current_stream(self._device))
-            check_status(_driver().cuLaunchKernel(self._function, *how, arguments.address, 0))
+            if self._cooperative:
+                check_status(_driver().cuLaunchCooperativeKernel(self._function, *how, arguments.address))
+            else:
+                check_status(_driver().cuLaunchKernel(self._function, *how, arguments.address, 0))
             return self
 
         return run

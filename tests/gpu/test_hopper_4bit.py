@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a GPU of compute capability 9.0", allow_module_level=True)
 
-from ep_moe.experts.hopper import gemm_4bit, gemm_grouped_4bit, gemm_skinny_4bit, scaling_4bit
+from ep_moe.experts.hopper import fused_4bit, gemm_4bit, gemm_grouped_4bit, gemm_skinny_4bit, scaling_4bit
 from ep_moe.experts.hopper.experts import ACTIVATIONS
 from ep_moe.experts.hopper.gemm_grouped import Tiles
 from ep_moe.experts.hopper.gemm_skinny import Tile, TileConfig
@@ -28,7 +28,7 @@ from ep_moe.experts.hopper.numbers_4bit import Weights
 from ep_moe.experts.hopper.step import SCALINGS
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing.expert_oracle import expected_and_limit, max_error_ratio
-from ep_moe.types import PhysicalIds, WireIds
+from ep_moe.types import LocalIds, PhysicalIds, WireIds
 from tests.fixtures.bf16_triton import BF16, SMALL, check_peers, rows
 from tests.fixtures.w4a16_triton import FOUR_BITS, FOUR_BITS_FP8, UNEVEN, build
 
@@ -59,6 +59,7 @@ def check(experts, tensors, received, *, output_bias: bool = True) -> None:
 def sorted_and_grouped(monkeypatch, scheme: str) -> None:
     """Use the grouped GEMMs, which are for many rows, for the fewest rows too."""
     monkeypatch.setattr(scaling_4bit, "FEWEST", 0)
+    monkeypatch.setattr(fused_4bit, "MOST_ROUTES", 0)
     monkeypatch.setattr(SCALINGS[scheme], "listed_up_to", (0.0, 0.0))
 
 
@@ -96,7 +97,7 @@ def test_each_tile(tile, scheme, monkeypatch):
         check(experts, tensors, rows(*SMALL, count))
 
 
-@each_scheme
+@pytest.mark.parametrize("scheme", FOUR_BITS_FP8)
 @pytest.mark.parametrize(
     "tile",
     [Tile(8, 64, stages=2, warps=8), Tile(8, 64, stages=3, warps=4), Tile(8, 64, stages=2, warps=8, split=2),
@@ -113,6 +114,81 @@ def test_each_tile_of_the_fewest(tile, scheme, monkeypatch):
         experts, tensors = build(*model, scheme)
         for count in (1, 3, 8):
             check(experts, tensors, rows(*model, count))
+
+
+def fused_tile(monkeypatch, tile: Tile, *, room: int | None = None) -> None:
+    """Use the fused kernel with this tile. room: rows of x that a program holds at once"""
+    monkeypatch.setattr(fused_4bit, "tiles_for", lambda *_: TileConfig(False, tile, tile))
+    if room is not None:
+        monkeypatch.setattr(fused_4bit, "_rooms", lambda *_: [room, room])
+
+
+@pytest.mark.parametrize("scheme", FOUR_BITS)
+@pytest.mark.parametrize("programs", [2, 14, 132])
+@pytest.mark.parametrize(("warps", "ahead"), [(24, 1), (16, 2), (8, 3)])
+@pytest.mark.parametrize("height", [8, 16])
+def test_each_tile_of_the_fused_kernel(height, warps, ahead, programs, scheme, monkeypatch):
+    """Both products in one kernel work with each tiling.
+
+    Cases have more routes per expert than a tile, half a block, one to eight warps a strip by the number of programs,
+    fewer blocks than these, and programs that hold the rows of one tile at a time.
+    """
+    for model in [SMALL] + [UNEVEN] * (SCHEMES[scheme].weights.unit[1] <= 32):
+        experts, tensors = build(*model, scheme)
+        for room in (None, height):
+            with monkeypatch.context() as patched:
+                patched.setattr(fused_4bit, "programs", lambda *_: programs)
+                fused_tile(patched, Tile(height, 0, ahead, warps), room=room)
+                for count in (1, 3, 20, 130):
+                    check(experts, tensors, rows(*model, count))
+
+
+@pytest.mark.parametrize("scheme", FOUR_BITS)
+def test_few_rows_of_one_expert(scheme, monkeypatch):
+    """All rows choose one expert, which then has more rows than a tile, and the others have none."""
+    fused_tile(monkeypatch, Tile(8, 0, 1, 24))
+    config, slots = SMALL
+    experts, tensors = build(config, slots, scheme)
+    received = rows(config, slots, 100)
+    ids = torch.full_like(received.local_ids, -1)
+    ids[:, 0] = slots - 1
+    check(experts, tensors, dataclasses.replace(received, local_ids=LocalIds(ids)))
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4", "mxint4"])
+def test_few_rows_give_the_same_bits(scheme):
+    """Equal bits over 20 calls and in a captured graph, though programs sort routes in any order."""
+    config, slots = SMALL
+    experts, _ = build(config, slots, scheme)
+    received, out = rows(config, slots, 100), torch.empty(100, config.hidden_size, dtype=BF16, device="cuda")
+    first = experts(received, out).clone()
+    for _ in range(20):
+        assert torch.equal(experts(received, out.fill_(torch.nan)), first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        experts(received, out)
+    for _ in range(3):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, first)
+
+
+def test_few_rows_of_two_layers_at_once():
+    """Two layers on two streams, whose programs wait for each other, end with the right results."""
+    config, slots = SMALL
+    layers = [build(config, slots, scheme)[0] for scheme in ("mxfp4", "mxint4")]
+    received = rows(config, slots, 60)
+    expected = [layer(received, torch.empty_like(received.x)).clone() for layer in layers]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in layers]
+    outs = [[torch.empty_like(received.x) for _ in range(50)] for _ in layers]
+    for i in range(50):
+        for stream, layer, out in zip(streams, layers, outs, strict=True):
+            with torch.cuda.stream(stream):
+                layer(received, out[i])
+    torch.cuda.synchronize()
+    for out, right in zip(outs, expected, strict=True):
+        assert all(torch.equal(one, right) for one in out)
 
 
 @each_scheme

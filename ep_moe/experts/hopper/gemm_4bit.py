@@ -1,6 +1,6 @@
 """Matrix products of few bf16 rows with 4-bit weights, in Triton. Weights are read once, and become bf16 in registers.
 
-For the fewest rows there is `gemm_skinny_4bit`, for many `gemm_grouped_4bit`. The weights' layout is
+For fewer rows there is `fused_4bit`, for many `gemm_grouped_4bit`. The weights' layout is
 `weights.layouts.hopper_4bit`. Weights are the left operand of the tensor cores, which is in registers. A thread loads
 16 bytes for 32 numbers of a row. Shifts and masks convert two numbers at a time to bf16:
 

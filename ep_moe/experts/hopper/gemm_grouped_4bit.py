@@ -1,7 +1,8 @@
 """The matrix product of many rows, grouped by expert, with 4-bit weights, on Hopper.
 
 This is the kernel of `gemm_grouped`, which loads weights as they are stored. They become bf16, or E4M3 if the rows are
-E4M3, in the registers that the tensor cores read. For few rows there are `gemm_4bit` and `gemm_skinny_4bit`.
+E4M3, in the registers that the tensor cores read. For few rows there are `fused_4bit` and `gemm_4bit`, and
+`gemm_skinny_4bit` for rows in E4M3.
 
 Nothing here allocates or waits for the device.
 """

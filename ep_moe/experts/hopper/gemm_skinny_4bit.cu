@@ -1,19 +1,18 @@
-// The products of the fewest routes of gemm_skinny_4bit.py: out[p] = act(w[e] @ x[p]) for each row p of expert e, with weights of 4 bits as
-// weights/layouts/hopper_4bit.py has them.
+// The products of the fewest routes of gemm_skinny_4bit.py: out[p] = act(w[e] @ x[p]) for each row p of expert e, with
+// weights of 4 bits as weights/layouts/hopper_4bit.py has them.
 //
 // A warp multiplies 16 rows of weights, which it loads from global memory into the registers that the tensor cores read
 // (mma), with eight rows of x, which a program copies to shared memory, CHUNK blocks of 128 columns at a time and one
 // chunk ahead. SPLIT warps share the blocks of the same 16 rows of weights.
-// With FP8 rows are of E4M3 with a scale each, and so become the weights; else all is bf16.
-// Given, besides what numbers_4bit.cu wants: WARPS of a program, SPLIT, AHEAD blocks whose weights a warp has under way,
+// Rows are of E4M3 with a scale each, and so become the weights.
+// Given, besides what numbers_4bit.cu wants, with FP8: WARPS of a program, SPLIT, AHEAD blocks whose weights a warp has under way,
 // PROGRAMS of a multiprocessor, GATED, BIASED, and the name of the activation, if there is one.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
 constexpr int PACKED = 64;  // bytes of a row of weights in a block
 constexpr int THREADS = 32 * WARPS, TILES = WARPS / SPLIT, COLUMNS = TILES * (GATED ? 8 : 16);
-constexpr int BYTES = FP8 ? 1 : 2;                                     // of a number of x
-constexpr int CHUNK = AHEAD * SPLIT, LINE = CHUNK * 128 * BYTES + 16;  // blocks; bytes from a row to the next
+constexpr int CHUNK = AHEAD * SPLIT, LINE = CHUNK * 128 + 16;  // blocks; bytes from a row to the next
 constexpr int ROWS = 8;  // of a tile, which tensor cores multiply at once
 constexpr int SHARE = GROUP == 128 ? 2 : 1;  // blocks with one word of scales
 
@@ -28,30 +27,22 @@ struct Block {
   u32 scales[2][WORDS];
 };
 
-#if FP8
-#define MMA "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32"
-#else
-#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
-#endif
-
 __device__ __forceinline__ void multiply(float (&sum)[4], u32 a, u32 b, u32 c, u32 d, u32 x, u32 y) {
   asm volatile(
-      MMA " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a), "r"(b), "r"(c), "r"(d), "r"(x), "r"(y));
 }
 
-// What a thread's two rows of weights become numbers by. g: the 32 columns in the block; block: along K
+// What a thread's two rows of weights become numbers by. g: the 32 columns in the block
 struct Weights {
   u32 table;
   int largest[2];
 
-  __device__ __forceinline__ void of(const Block& own, int i, int g, int block, u32 (&to)[NUMBERS]) const {
+  __device__ __forceinline__ void of(const Block& own, int i, int g, u32 (&to)[NUMBERS]) const {
     const uint4& words = own.codes[i];
     const u32 q = g == 0 ? words.x : g == 1 ? words.y : g == 2 ? words.z : words.w;
-#if !FP8
-    numbers(q, own.scales[i], g, block, to);
-#elif INT4
+#if INT4
     numbers(q, to);
 #else
     numbers(q, table, largest[i], own.scales[i], g, to);
@@ -62,32 +53,27 @@ struct Weights {
 // Adds a block's products. rows: where the lane's line of eight rows is, in the block's first columns; block: along K
 __device__ __forceinline__ void add_block(float (&sum)[4], const Block& own, const Weights& weights, u32 rows,
                                           int block) {
-#if FP8 && INT4
+#if INT4
   float part[4];
 #endif
   u32 x[4];  // of 64 bytes of a row
 #pragma unroll
   for (int g = 0; g < 4; g++) {
     u32 a[2][NUMBERS];
-    weights.of(own, 0, g, block, a[0]);
-    weights.of(own, 1, g, block, a[1]);
-    if (!FP8 || g % 2 == 0)
+    weights.of(own, 0, g, a[0]);
+    weights.of(own, 1, g, a[1]);
+    if (g % 2 == 0)
       asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                    : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                   : "r"(rows + g * 32 * BYTES));
-#if FP8 && INT4
+                   : "r"(rows + g * 32));
+#if INT4
     if (GROUP == 32 || g == 0) part[0] = part[1] = part[2] = part[3] = 0.0f;
     float(&into)[4] = part;
 #else
     float(&into)[4] = sum;
 #endif
-#if FP8
     multiply(into, a[0][0], a[1][0], a[0][1], a[1][1], x[g % 2 * 2], x[g % 2 * 2 + 1]);
-#else
-    multiply(into, a[0][0], a[1][0], a[0][1], a[1][1], x[0], x[1]);
-    multiply(into, a[0][2], a[1][2], a[0][3], a[1][3], x[2], x[3]);
-#endif
-#if FP8 && INT4
+#if INT4
     if (GROUP == 32 || g == 3) {
       const int half = GROUP == 32 ? g % 2 : block % 2;
 #pragma unroll
@@ -100,19 +86,19 @@ __device__ __forceinline__ void add_block(float (&sum)[4], const Block& own, con
   }
 }
 
-// x: `depth` columns, of bf16, or of E4M3 with x_scale of each row; ids: of `id_bytes` each, and routing weights or none, of
-// `pairs` routes; codes and scales: `rows` of an expert, in `blocks`; factor: of an expert; row_scale, of E2M1 with FP8, and
-// bias: of its rows; out: bf16, `width` columns; every: routes of a row of x, or 1
+// x: `depth` columns of E4M3, x_scale of each row; ids: of `id_bytes` each, and routing weights or none, of `pairs` routes;
+// codes and scales: `rows` of an expert, in `blocks`; row_scale, of E2M1, and bias: of its rows; out: bf16, `width` columns;
+// every: routes of a row of x, or 1
 extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
     gemm_skinny_4bit(const char* x, const float* x_scale, const char* ids, int id_bytes, const float* routing,
-                     const char* codes, const u32* scales, const float* factor, const float* row_scale,
-                     const unsigned short* bias, unsigned short* out, float unit, int base, int pairs, int experts, int depth,
-                     int rows, int width, int blocks, int every, float alpha, float limit) {
+                     const char* codes, const u32* scales, const float* row_scale, const unsigned short* bias,
+                     unsigned short* out, int base, int pairs, int experts, int depth, int rows, int width, int blocks,
+                     int every, float alpha, float limit) {
   extern __shared__ __align__(128) char memory[];
   int(&from)[ROWS] = *(int(*)[ROWS])memory;  // row of x, and of out
   int(&to)[ROWS] = *(int(*)[ROWS])(memory + 4 * ROWS);
   char* const room = memory + 8 * ROWS + 8 * EXPONENTS;
-#if FP8 && !INT4
+#if !INT4
   keep_numbers(shared(memory + 8 * ROWS));
 #endif
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, line = lane / 4;
@@ -149,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
   };
   float scaled[2] = {1.0f, 1.0f};
   Weights weights{shared(memory + 8 * ROWS)};
-#if FP8 && !INT4
+#if !INT4
   if (busy)
     for (int i = 0; i < 2; i++) {
       scaled[i] = __ldg(row_scale + expert * rows + first + i * apart);
@@ -171,14 +157,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
     }
     __syncthreads();
     auto stage = [&](int chunk) {
-      constexpr int PARTS = CHUNK * 8 * BYTES;  // of 16 bytes
+      constexpr int PARTS = CHUNK * 8;  // of 16 bytes
       const u32 at = shared(room) + chunk % 2 * (ROWS * LINE);
 #pragma unroll 2
       for (int i = threadIdx.x; i < ROWS * PARTS; i += THREADS) {
         const int row = i / PARTS, part = i % PARTS, byte = (chunk * PARTS + part) * 16;
-        const bool there = from[row] >= 0 && byte < depth * BYTES;
+        const bool there = from[row] >= 0 && byte < depth;
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at + row * LINE + part * 16),
-                     "l"(x + (there ? (u64)from[row] * depth * BYTES + byte : 0)), "r"(there ? 16 : 0)
+                     "l"(x + (there ? (u64)from[row] * depth + byte : 0)), "r"(there ? 16 : 0)
                      : "memory");
       }
       asm volatile("cp.async.commit_group;" ::: "memory");
@@ -197,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
         if (!busy || block >= blocks) break;
         const Block own = coming[j];
         load(coming[j], block + CHUNK);
-        add_block(sum, own, weights, at + (piece + SPLIT * j) * 128 * BYTES, block);
+        add_block(sum, own, weights, at + (piece + SPLIT * j) * 128, block);
       }
     }
     if constexpr (SPLIT > 1) {
@@ -211,7 +197,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
           for (int i = 0; i < 4; i++) sum[i] += others[((other - 1) * TILES * 4 + i) * 32];
     }
     if (piece == 0 && busy) {
-      const float scale = factor ? unit * __ldg(factor + expert) : unit;
       float added[2] = {0.0f, 0.0f};
       if (BIASED)
         for (int i = 0; i < 2; i++)
@@ -220,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
       for (int odd = 0; odd < 2; odd++) {
         const int at = lane % 4 * 2 + odd, row = to[at];
         if (row < 0) continue;
-        const float by = FP8 ? scale * __ldg(x_scale + from[at]) : scale;
+        const float by = __ldg(x_scale + from[at]);
         const float one = sum[odd] * (by * scaled[0]) + added[0], other = sum[2 + odd] * (by * scaled[1]) + added[1];
 #pragma unroll
         for (int i = 0; i < (GATED ? 1 : 2); i++) {

@@ -1,5 +1,5 @@
-// Part of gemm_skinny_4bit.cu and gemm_grouped_4bit.cu: codes of 4 bits as numbers of bf16, or of E4M3 with FP8. Given
-// besides: INT4 (else E2M1), GROUP columns of a scale, WORDS of scales in a block of 128 columns of a row.
+// Part of the CUDA kernels with weights of 4 bits: codes as numbers of bf16, or of E4M3 with FP8. Given besides: INT4 (else
+// E2M1), GROUP columns of a scale, WORDS of scales in a block of 128 columns of a row.
 
 [[maybe_unused]] constexpr int EXPONENTS = 20;  // of a group below its row's largest
 
@@ -75,7 +75,7 @@ __device__ __forceinline__ void numbers(u32 q, const u32 (&words)[WORDS], int g,
 // Scales of E2M1 of a word's two steps, times 2**94, each as two equal numbers of bf16.
 __device__ __forceinline__ void factors_of(const u32 (&words)[WORDS], int g, u32 (&to)[2]) {
 #if GROUP == 32
-  to[0] = to[1] = ((words[0] >> 8 * g & 0xFF) + 94) * 0x00800080u;
+  to[0] = to[1] = __byte_perm(words[0], 0, 0x4040 | 0x101 * g) * 0x80u + 0x2F002F00u;  // (a byte + 94) << 7, twice
 #else
   u32 halves;  // of float16, which holds E4M3
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((unsigned short)(words[g / 2] >> 16 * (g % 2))));

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ep_moe.experts.hopper import gemm_4bit, gemm_grouped_4bit, gemm_skinny_4bit
+from ep_moe.experts.hopper import fused_4bit, gemm_4bit, gemm_grouped_4bit, gemm_skinny_4bit
 from ep_moe.experts.hopper.gemm_skinny import FEWEST, TileConfig
 from ep_moe.experts.hopper.gemm_streaming import Ring
 from ep_moe.experts.hopper.numbers_4bit import Weights
@@ -49,27 +49,6 @@ class Packed(Scaling):
         p = self.products
         return {"activation": p.activation, "alpha": p.alpha, "limit": p.limit}
 
-    def skinny_tiles(self, routes: int, each: float) -> TileConfig | None:
-        return gemm_skinny_4bit.tiles_for(routes) if routes <= FEWEST else None
-
-    def run_skinny(
-        self, rows: Rows, routing_args: tuple[Tensor, Tensor | None, int], tiles: TileConfig, lists: Lists | None,
-        scratch: Mapping[str, Tensor],
-    ) -> None:  # fmt: skip
-        launch = self.products.launch
-        gemm_skinny_4bit.product(
-            rows.x, *routing_args, self.weights(0), scratch["act"], tiles.first, x_scale=_scale(rows), gather=True,
-            launch=launch, **self.activated(),
-        )  # fmt: skip
-        act = self.between_skinny(scratch)
-        gemm_skinny_4bit.product(
-            act.x, *routing_args, self.weights(1), scratch["y"], tiles.second, x_scale=_scale(act), launch=launch
-        )
-
-    def between_skinny(self, scratch: Mapping[str, Tensor]) -> Rows:
-        """Return the second product's rows, for rows that are not sorted."""
-        return Rows(scratch["act"])
-
     def by_gemm_grouped(self, rows: Rows, lists: Lists, each: float, scratch: Mapping[str, Tensor]) -> None:
         self._multiply(0, rows, lists, each, scratch["act"])
         self._multiply(1, self.second_input(scratch, lists.ends[-1:], False), lists, each, scratch["y"])
@@ -91,6 +70,18 @@ class Packed(Scaling):
 
 class FourBits(Packed, Unscaled):
     """4-bit weights, bf16 rows."""
+
+    def skinny_tiles(self, routes: int, each: float) -> TileConfig | None:
+        return fused_4bit.tiles_for(routes, each, self.weights(0), self.weights(1))
+
+    def run_skinny(
+        self, rows: Rows, routing_args: tuple[Tensor, Tensor | None, int], tiles: TileConfig, lists: Lists | None,
+        scratch: Mapping[str, Tensor],
+    ) -> None:  # fmt: skip
+        fused_4bit.products(
+            rows.x, *routing_args, self.weights(0), self.weights(1), scratch["act"], scratch["y"], tiles.first,
+            launch=self.products.launch, **self.activated(),
+        )  # fmt: skip
 
     def copies_rows_first(self, each: float) -> bool:
         return False  # not measured
@@ -126,8 +117,22 @@ class FourBitsFp8(Packed, RowScaled):
 
     names: ClassVar[tuple[str, ...]] = Packed.names
 
-    def between_skinny(self, scratch: Mapping[str, Tensor]) -> Rows:
-        return self._round(Rows(scratch["act"]), Rows(scratch["act_numbers"], scratch["act_scale"]))
+    def skinny_tiles(self, routes: int, each: float) -> TileConfig | None:
+        return gemm_skinny_4bit.tiles_for(routes) if routes <= FEWEST else None
+
+    def run_skinny(
+        self, rows: Rows, routing_args: tuple[Tensor, Tensor | None, int], tiles: TileConfig, lists: Lists | None,
+        scratch: Mapping[str, Tensor],
+    ) -> None:  # fmt: skip
+        launch = self.products.launch
+        gemm_skinny_4bit.product(
+            rows.x, *routing_args, self.weights(0), scratch["act"], tiles.first, x_scale=_row_scale(rows), gather=True,
+            launch=launch, **self.activated(),
+        )  # fmt: skip
+        act = self._round(Rows(scratch["act"]), Rows(scratch["act_numbers"], scratch["act_scale"]))
+        gemm_skinny_4bit.product(
+            act.x, *routing_args, self.weights(1), scratch["y"], tiles.second, x_scale=_row_scale(act), launch=launch
+        )
 
 
 class Mxfp4Fp8(FourBitsFp8):
@@ -147,6 +152,11 @@ class Mxint4Fp8(Int4Fp8):
     """`mxint4_fp8`: `int4_fp8` with one scale per 32 columns of a row."""
 
     group = 32
+
+
+def _row_scale(rows: Rows) -> Tensor:
+    assert isinstance(rows.scale, Tensor)
+    return rows.scale
 
 
 def _scale(rows: Rows) -> Tensor | None:

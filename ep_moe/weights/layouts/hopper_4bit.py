@@ -1,7 +1,7 @@
 """The layouts of 4-bit weights for ep_moe's own Hopper kernels.
 
-These are `gemm_4bit`, `gemm_skinny_4bit` and `gemm_grouped_4bit`. A matrix [rows, columns] is stored in blocks of 128
-columns, the last block padded with zeros:
+These are `fused_4bit`, `gemm_4bit`, `gemm_skinny_4bit` and `gemm_grouped_4bit`. A matrix [rows, columns] is stored in
+blocks of 128 columns, the last block padded with zeros:
 
     data: int32 [blocks, rows, 16]
     scales: int32 [blocks, words, rows]; if a group has 128 columns, two blocks share a word

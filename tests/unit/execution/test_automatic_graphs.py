@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from ep_moe import ExpertMap, ExpertsOptions, MoELayer, RoutingConfig, RoutingMethod, Wire
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.execution import recorded_calls
-from ep_moe.experts.hopper import scaling_4bit
+from ep_moe.experts.hopper import fused_4bit
 from ep_moe.experts.hopper.experts import Bf16TritonExperts
 from ep_moe.placement.deferred import DeferredRouting
 from ep_moe.placement.placement import Placement
@@ -77,7 +77,7 @@ def test_the_launches_of_the_layer_itself(experts, low_latency_bytes, ids, drive
     if experts == "answers given":
         able = dataclasses.replace(Bf16TritonExperts.capabilities, peer_out=False)
         monkeypatch.setattr(Bf16TritonExperts, "capabilities", able)
-    monkeypatch.setattr(scaling_4bit, "FEWEST", 0)  # the CUDA kernel for few routes is not compiled here
+    monkeypatch.setattr(fused_4bit, "MOST_ROUTES", 0)  # the CUDA kernel for few routes is not compiled here
     layer = built(context, **KINDS[experts])
     # additional kernels: to send; to round; to sort; to sort and to activate; to sort, and to round twice
     more = {"answers given": low_latency_bytes == 0, "fp8 without calibration": True, "4 bits": True}

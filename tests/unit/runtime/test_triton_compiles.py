@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 from ep_moe import ExpertMap, MoEConfig, RoutingConfig, RoutingMethod, Wire
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.hopper import (
+    fused_4bit,
     gemm_fp8_block,
     gemm_fp8_block_gluon,
     gemm_grouped,
@@ -197,6 +198,7 @@ def test_whole_steps_compile(kind, scheme, wire, rows, answers):
         mock.patch.object(devices, "supports_pdl", return_value=True),
         mock.patch.object(gemm_grouped, "grouped_gemm") as products,
         mock.patch.object(gemm_grouped_4bit, "product", products),
+        mock.patch.object(fused_4bit, "MOST_ROUTES", 0),
         mock.patch.object(gemm_skinny_4bit, "product", products),
         mock.patch.object(gemm_grouped_4bit, "programs", return_value=132),
     ):

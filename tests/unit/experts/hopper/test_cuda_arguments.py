@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ep_moe.experts.hopper import gemm_grouped, gemm_grouped_4bit, gemm_skinny_4bit
+from ep_moe.experts.hopper import fused_4bit, gemm_grouped, gemm_grouped_4bit, gemm_skinny_4bit
 from ep_moe.experts.hopper.gemm_grouped import PINGPONG
 from ep_moe.experts.hopper.numbers_4bit import Weights, numbers_text
 from ep_moe.quant.kernels import BlockScales, MatrixScales, RowScales
@@ -46,7 +46,7 @@ def launched(run) -> tuple[dict[str, object], int, int]:
 
     with (
         mock.patch.object(nvrtc, "kernel", kernel),
-        mock.patch.object(nvrtc, "Kernel", lambda function, *how: how),
+        mock.patch.object(nvrtc, "Kernel", lambda function, *how, cooperative=False: (*how, cooperative)),
         mock.patch.object(nvrtc, "Arguments", list),
         mock.patch.object(nvrtc, "tensor_map", lambda *given: given),
         mock.patch.object(gemm_grouped, "multiprocessors", return_value=132),
@@ -55,7 +55,7 @@ def launched(run) -> tuple[dict[str, object], int, int]:
     parameters = declared(made["text"], made["name"])
     assert [KINDS[kind] for _, kind in made["arguments"]] == [kind for kind, _ in parameters]
     named = {name: value for (value, _), (_, name) in zip(made["arguments"], parameters, strict=True)}
-    device, threads, shared = made["kernel"]
+    device, threads, shared, named["cooperative"] = made["kernel"]
     assert device == torch.device("cpu")
     named |= made["defined"] | {"threads": threads, "products": products(made["text"])}
     return named, made["grid"][0], shared
@@ -96,11 +96,10 @@ def checked(named: dict[str, object], tensors: dict[str, torch.Tensor | None], n
     assert {name: named[name] for name in numbers} == numbers
 
 
-@pytest.mark.parametrize("e4m3", [False, True])
 @pytest.mark.parametrize("int4", [False, True])
-def test_the_fewest_rows_of_four_bits(int4, e4m3):
+def test_the_fewest_rows_of_four_bits(int4):
     inner = 8 * INNER
-    w, (x, scale) = weights(2 * inner, HIDDEN, e4m3=e4m3, int4=int4), rows_of(HIDDEN, e4m3)
+    w, (x, scale) = weights(2 * inner, HIDDEN, e4m3=True, int4=int4), rows_of(HIDDEN, True)
     ids, routing = torch.zeros(ROWS, 2, dtype=torch.int64), torch.ones(ROWS, 2)
     out, tile = torch.empty(12, inner), gemm_skinny_4bit.tiles_for(ids.numel()).first
     named, programs, shared = launched(
@@ -110,13 +109,12 @@ def test_the_fewest_rows_of_four_bits(int4, e4m3):
         )
     )  # fmt: skip
     tensors = {"x": x, "ids": ids, "routing": routing, "codes": w.data, "scales": w.scale, "bias": w.bias, "out": out}
-    tensors |= {"x_scale": scale, "factor": w.factor, "row_scale": w.row_scale}
+    tensors |= {"x_scale": scale, "row_scale": w.row_scale}
     numbers = {"id_bytes": 8, "base": 7, "pairs": 12, "experts": SLOTS, "depth": HIDDEN, "rows": 2 * inner}
     numbers |= {"width": inner, "blocks": 2, "every": 2, "alpha": 1.5, "limit": 2.5}
     numbers |= {"WARPS": tile.warps, "SPLIT": tile.split, "AHEAD": tile.stages, "GATED": 1, "SWIGLU": 1, "BIASED": 1}
-    numbers |= {"threads": 32 * tile.warps, "FP8": e4m3, "INT4": int4, "GROUP": 32, "WORDS": 1}
+    numbers |= {"threads": 32 * tile.warps, "FP8": 1, "INT4": int4, "GROUP": 32, "WORDS": 1}
     checked(named, tensors, numbers)
-    assert named["unit"] == (1.0 if e4m3 else 2.0**32)
     assert programs == SLOTS * (inner // (8 * tile.warps // tile.split))
     chunk = 8 * (tile.stages * tile.split * 128 * x.element_size() + 16)  # of 8 rows
     assert shared == 2 * 8 * 4 + 8 * 20 + 2 * chunk
@@ -127,13 +125,48 @@ def test_as_many_routes_of_four_bits_as_there_may_be():
 
     It has a row per route, and none of the optional tensors.
     """
-    w = dataclasses.replace(weights(INNER, HIDDEN, e4m3=False, int4=False), bias=None, factor=None)
-    x, ids, out = torch.zeros(32, HIDDEN).bfloat16(), torch.zeros(16, 2, dtype=torch.int32), torch.empty(32, INNER)
-    tile = gemm_skinny_4bit.tiles_for(32).second
-    named, _, _ = launched(lambda launch: gemm_skinny_4bit.product(x, ids, None, 0, w, out, tile, launch=launch))
-    tensors = dict.fromkeys(("routing", "bias", "factor", "row_scale", "x_scale")) | {"x": x, "out": out}
+    w = dataclasses.replace(weights(INNER, HIDDEN, e4m3=True, int4=True), bias=None, row_scale=None)
+    x, ids, out = torch.zeros(32, HIDDEN), torch.zeros(16, 2, dtype=torch.int32), torch.empty(32, INNER)
+    tile, scale = gemm_skinny_4bit.tiles_for(32).second, torch.ones(32)
+    named, _, _ = launched(
+        lambda launch: gemm_skinny_4bit.product(x, ids, None, 0, w, out, tile, x_scale=scale, launch=launch)
+    )
+    tensors = dict.fromkeys(("routing", "bias", "row_scale")) | {"x": x, "x_scale": scale, "out": out}
     numbers = {"id_bytes": 4, "pairs": 32, "rows": INNER, "width": INNER, "every": 1, "GATED": 0, "BIASED": 0}
     checked(named, tensors, numbers)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("int4", [False, True])
+@pytest.mark.parametrize("rows", [1.0, 8.0])
+def test_both_products_of_few_bf16_rows(rows, int4, gated):
+    w13 = weights(INNER * (1 + gated), HIDDEN, e4m3=False, int4=int4)
+    w2, (x, _) = weights(HIDDEN, INNER, e4m3=False, int4=int4), rows_of(HIDDEN, False)
+    ids, routing = torch.zeros(ROWS, 2, dtype=torch.int64), torch.ones(ROWS, 2)
+    act, y = torch.empty(12, INNER).bfloat16(), torch.empty(12, HIDDEN).bfloat16()
+    tile = fused_4bit.tiles_for(12, rows, w13, w2).first
+    activation = Activation.SWIGLU if gated else Activation.RELU2
+    named, programs, shared = launched(
+        lambda launch: fused_4bit.products(
+            x, ids, routing, 7, w13, w2, act, y, tile, activation=activation, alpha=1.5, limit=2.5, launch=launch
+        )
+    )
+    tensors = {"x": x, "ids": ids, "routing": routing, "act": act, "y": y}
+    for number, w in ((13, w13), (2, w2)):
+        of = {"codes": w.data, "scales": w.scale, "factor": w.factor, "bias": w.bias}
+        tensors |= {f"{name}{number}": tensor for name, tensor in of.items()}
+    height = 8 if rows == 1.0 else 16
+    most = min(12, SLOTS + 12 // height)
+    numbers = {"id_bytes": 8, "base": 7, "pairs": 12, "experts": SLOTS, "most_tiles": most, "every": 2}
+    numbers |= {"hidden": HIDDEN, "inner": INNER, "unit": 2.0**32, "alpha": 1.5, "limit": 2.5}
+    numbers |= {"GATED": gated, activation.value.upper(): 1}
+    numbers |= {"WARPS": 24, "AHEAD": 1, "ROWS": height, "FP8": 0, "INT4": int4, "threads": 768, "cooperative": True}
+    checked(named, tensors, numbers)
+    assert (programs, shared) == (132, nvrtc.SHARED)
+    # the lists of routes and tiles, up to a multiple of 128 bytes, and the sums of the other warps
+    head = 16 + 4 * (SLOTS + 1) + 2 * 4 * 12 + 12 * most
+    left = shared - -(-head // 128) * 128 - 23 * height // 8 * 512
+    assert (named["room13"], named["room2"]) == (left // (2 * HIDDEN + 16), left // (2 * INNER + 16))
 
 
 @pytest.mark.parametrize("e4m3", [False, True])

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ep_moe.experts.hopper import gemm_fp8_block, gemm_grouped, gemm_grouped_4bit, gemm_skinny_4bit, step
+from ep_moe.experts.hopper import fused_4bit, gemm_fp8_block, gemm_grouped, gemm_grouped_4bit, gemm_skinny_4bit, step
 from ep_moe.experts.hopper.experts import ACTIVATIONS
 from ep_moe.experts.hopper.gemm_grouped import CANDIDATES, PINGPONG, Tiles, tiles_for
 from ep_moe.experts.hopper.numbers_4bit import Weights, numbers_text
@@ -179,16 +179,24 @@ def test_programs_of_a_multiprocessor_share_its_memory(scheme):
 
 
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
-@pytest.mark.parametrize("scheme", FOUR_BITS)
+@pytest.mark.parametrize("scheme", [scheme for scheme in FOUR_BITS if scheme.endswith("_fp8")])
 @pytest.mark.parametrize("routes", [8, 32])
-def test_the_fewest_rows_compile_for_hopper(routes, scheme):
+def test_the_fewest_e4m3_rows_compile_for_hopper(routes, scheme):
     w, found = four_bits(scheme, biased=True), gemm_skinny_4bit.tiles_for(routes)
     for tile, activation in ((found.first, Activation.SWIGLU_CLAMPED), (found.second, None)):
         form = gemm_skinny_4bit.form_of(w, tile, activation)
         assert nvrtc.compile_kernels(numbers_text("gemm_skinny_4bit.cu"), form)[1] == ""
-        assert gemm_skinny_4bit.shared_bytes(tile, 1 if w.e4m3 else 2) <= nvrtc.SHARED // gemm_skinny_4bit.programs(
-            tile
-        )
+        assert gemm_skinny_4bit.shared_bytes(tile) <= nvrtc.SHARED // gemm_skinny_4bit.programs(tile)
+
+
+@pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
+@pytest.mark.parametrize("scheme", [scheme for scheme in FOUR_BITS if not scheme.endswith("_fp8")])
+@pytest.mark.parametrize("activation", [Activation.SWIGLU_CLAMPED, Activation.RELU2], ids=lambda a: a.value)
+@pytest.mark.parametrize("rows", [1.0, 8.0])
+def test_few_bf16_rows_compile_for_hopper(rows, activation, scheme):
+    w = four_bits(scheme, biased=True)
+    form = fused_4bit.form_of(w, fused_4bit.tiles_for(64, rows, w, w).first, activation)
+    assert nvrtc.compile_kernels(numbers_text("fused_4bit.cu"), form)[1] == ""
 
 
 @pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4a16", "int4", "mxint4", "int4_fp8", "mxint4_fp8"])

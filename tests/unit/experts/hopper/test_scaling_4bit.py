@@ -8,12 +8,19 @@ import pytest
 import torch
 
 from ep_moe import Activation
-from ep_moe.experts.hopper import gemm_4bit, gemm_grouped, gemm_grouped_4bit, gemm_skinny_4bit, scaling_fp8
+from ep_moe.experts.hopper import (
+    fused_4bit,
+    gemm_4bit,
+    gemm_grouped,
+    gemm_grouped_4bit,
+    gemm_skinny_4bit,
+    scaling_fp8,
+)
 from ep_moe.experts.hopper.gemm_skinny import FEWEST
 from ep_moe.experts.hopper.numbers_4bit import Weights
 from ep_moe.experts.hopper.route_sort import Lists
 from ep_moe.experts.hopper.scaling import Products, Rows
-from ep_moe.experts.hopper.scaling_4bit import Packed
+from ep_moe.experts.hopper.scaling_4bit import FourBits, FourBitsFp8, Packed
 from ep_moe.experts.hopper.step import SCALINGS
 
 SLOTS, HIDDEN, INNER, ROUTES, SPARE = 3, 256, 128, 40, 7
@@ -53,6 +60,9 @@ def calls_of(run) -> list[tuple[str, dict[str, object]]]:
         mock.patch.object(
             gemm_skinny_4bit, "product", noted("skinny", ("x", "ids", "routing", "base", "w", "out", "tile"))
         ),
+        mock.patch.object(
+            fused_4bit, "products", noted("fused", ("x", "ids", "routing", "base", "w13", "w2", "act", "y", "tile"))
+        ),
         mock.patch.object(gemm_4bit, "product", noted("listed", ("x", "w", "lists", "out", "tile"))),
         mock.patch.object(gemm_grouped_4bit, "product", noted("grouped", ("x", "w", "ends", "out", "tiles"))),
         mock.patch.object(gemm_grouped, "multiprocessors", return_value=132),
@@ -88,25 +98,48 @@ def check(step: Packed, scratch: dict[str, torch.Tensor], calls: list[tuple[str,
         assert second["x_scale" if "tile" in second else "a_scale"] is scratch["act_scale"]
 
 
-@each_scheme
-def test_the_fewest_routes(scheme):
+@pytest.mark.parametrize("scheme", [name for name, kind in KINDS.items() if issubclass(kind, FourBitsFp8)])
+def test_the_fewest_e4m3_rows(scheme):
     step, scratch = made(scheme)
     assert step.skinny_tiles(FEWEST + 1, 0.1) is None
     tiles = step.skinny_tiles(FEWEST, 1000.0)
     assert tiles is not None
     assert not tiles.sort
     x, scale, routing_args = torch.zeros(5, HIDDEN), torch.ones(5), (torch.zeros(5, 4), None, 2)
-    e4m3 = "act_scale" in scratch
-    calls = calls_of(lambda: step.run_skinny(Rows(x, scale if e4m3 else None), routing_args, tiles, None, scratch))
+    calls = calls_of(lambda: step.run_skinny(Rows(x, scale), routing_args, tiles, None, scratch))
     assert [module for module, _ in calls] == ["skinny", "skinny"]
     check(step, scratch, calls)
     (_, first), (_, second) = calls
     assert first["x"] is x
-    assert first["x_scale"] is (scale if e4m3 else None)
+    assert first["x_scale"] is scale
     assert first["gather"]
     assert not second.get("gather")
     for given, of in ((first, tiles.first), (second, tiles.second)):
         assert (given["ids"], given["routing"], given["base"], given["tile"]) == (*routing_args, of)
+
+
+@pytest.mark.parametrize("scheme", [name for name, kind in KINDS.items() if issubclass(kind, FourBits)])
+def test_few_bf16_rows(scheme, monkeypatch):
+    step, scratch = made(scheme)
+    tiles = step.skinny_tiles(40, 1.0)
+    assert tiles is not None
+    assert not tiles.sort
+    x, routing_args = torch.zeros(5, HIDDEN), (torch.zeros(5, 4), None, 2)
+    ((module, given),) = calls_of(lambda: step.run_skinny(Rows(x), routing_args, tiles, None, scratch))
+    assert module == "fused"
+    first, second = {**given, "w": given["w13"], "out": given["act"]}, {"w": given["w2"], "out": given["y"]}
+    check(step, scratch, [("fused", first), ("fused", {**second, "x": given["act"], "launch": given["launch"]})])
+    assert given["x"] is x
+    assert (given["ids"], given["routing"], given["base"], given["tile"]) == (*routing_args, tiles.first)
+
+
+def test_tiles_of_few_bf16_rows():
+    step, _ = made("mxfp4")
+    routes, rows = fused_4bit.MOST_ROUTES, fused_4bit.MOST_ROWS
+    assert step.skinny_tiles(routes + 1, 1.0) is None
+    assert step.skinny_tiles(routes, rows + 0.1) is None
+    short, tall = step.skinny_tiles(routes, fused_4bit.SHORT_ROWS), step.skinny_tiles(routes, rows)
+    assert (short.first.block_m, tall.first.block_m) == (8, 16)
 
 
 @each_scheme
