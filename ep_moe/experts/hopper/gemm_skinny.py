@@ -49,7 +49,7 @@ class Tile:
     block_m, block_n: rows and columns of a tile
     stages: blocks of DEPTH that are loaded at once
     warps: warps of a program
-    split: warps that share the DEPTH blocks of the same weights; only with 4-bit weights
+    split: warps that share the DEPTH blocks of the same weights; only in `gemm_skinny_4bit`
     """
 
     block_m: int

@@ -316,6 +316,10 @@ def test_gradients_of_weights(accumulate, factor, dtype):
     assert named["wide"] == named["step"] == (a.data_ptr(), 2, (64, ROWS, HIDDEN // 64), (HIDDEN, 64), (64, 64, 1))
 
 
+def test_programs_sort_as_many_routes_as_may_come():
+    assert f"MOST_ROUTES = {fused_4bit.MOST_ROUTES};" in numbers_text("fused_4bit.cu")
+
+
 def test_numbers_have_room_in_both_kernels():
     assert "8 * EXPONENTS" in numbers_text("gemm_skinny_4bit.cu")
     assert "scales + 2 * EXPONENTS" in gemm_grouped.kernel_text()  # the pointer counts floats, and an entry has 8 bytes
