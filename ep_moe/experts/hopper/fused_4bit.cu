@@ -7,29 +7,15 @@
 // blocks of 128 columns. Weights go from global memory to the registers that the tensor cores read (mma), AHEAD blocks
 // ahead; rows of x lie in shared memory. Between the products all programs wait for each other, with the first weights
 // of the second under way.
-// Given, besides what numbers_4bit.cu wants, which is without FP8: WARPS of a program, AHEAD, ROWS, GATED, and the name of
-// the activation.
-typedef unsigned int u32;
-typedef unsigned long long u64;
+// Given, besides what warp_weights_4bit.cu wants, which is without FP8: WARPS of a program, AHEAD, ROWS and GATED.
+#include "warp_weights_4bit.cu"
 
-constexpr int PACKED = 64;                   // bytes of a row of weights in a block
-constexpr int LINE = 128 * 2;                // bytes of a row of x in a block
+constexpr int LINE = 128 * 2;  // bytes of a row of x in a block
 constexpr int THREADS = 32 * WARPS;
-constexpr int EIGHTS = ROWS / 8;             // of rows, which tensor cores multiply at once
-constexpr int SHARE = GROUP == 128 ? 2 : 1;  // blocks with one word of scales
-constexpr int SUMS = EIGHTS * 4 * 32;        // of a warp
+constexpr int EIGHTS = ROWS / 8;       // of rows, which tensor cores multiply at once
+constexpr int SUMS = EIGHTS * 4 * 32;  // of a warp
 
-#include "activation.cu"
-#include "numbers_4bit.cu"
 #include "fused_4bit_sort.cu"
-
-__device__ __forceinline__ u32 shared(const void* at) { return (u32)__cvta_generic_to_shared(at); }
-
-// A block of a warp's weights, as a thread has them: 16 bytes and the scales of two rows.
-struct Block {
-  uint4 codes[2];
-  u32 scales[2][WORDS];
-};
 
 __device__ __forceinline__ void multiply(float (&sum)[4], u32 a, u32 b, u32 c, u32 d, u32 x, u32 y) {
   asm volatile(
@@ -46,10 +32,7 @@ __device__ __forceinline__ void add_block(float (&sum)[EIGHTS][4], const Block& 
   for (int g = 0; g < 4; g++) {
     u32 a[2][NUMBERS];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const uint4& words = own.codes[i];
-      numbers(g == 0 ? words.x : g == 1 ? words.y : g == 2 ? words.z : words.w, own.scales[i], g, block, a[i]);
-    }
+    for (int i = 0; i < 2; i++) numbers(own.word(i, g), own.scales[i], g, block, a[i]);
 #pragma unroll
     for (int n = 0; n < EACH; n++) {
       u32 x[4];  // of 64 bytes of a row

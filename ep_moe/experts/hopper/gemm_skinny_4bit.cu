@@ -5,27 +5,13 @@
 // (mma), with eight rows of x, which a program copies to shared memory, CHUNK blocks of 128 columns at a time and one
 // chunk ahead. SPLIT warps share the blocks of the same 16 rows of weights.
 // Rows are of E4M3 with a scale each, and so become the weights.
-// Given, besides what numbers_4bit.cu wants, with FP8: WARPS of a program, SPLIT, AHEAD blocks whose weights a warp has under way,
-// PROGRAMS of a multiprocessor, GATED, BIASED, and the name of the activation, if there is one.
-typedef unsigned int u32;
-typedef unsigned long long u64;
+// Given, besides what warp_weights_4bit.cu wants, which is with FP8: WARPS of a program, SPLIT, AHEAD blocks whose weights
+// a warp has under way, PROGRAMS of a multiprocessor, GATED and BIASED.
+#include "warp_weights_4bit.cu"
 
-constexpr int PACKED = 64;  // bytes of a row of weights in a block
 constexpr int THREADS = 32 * WARPS, TILES = WARPS / SPLIT, COLUMNS = TILES * (GATED ? 8 : 16);
 constexpr int CHUNK = AHEAD * SPLIT, LINE = CHUNK * 128 + 16;  // blocks; bytes from a row to the next
-constexpr int ROWS = 8;  // of a tile, which tensor cores multiply at once
-constexpr int SHARE = GROUP == 128 ? 2 : 1;  // blocks with one word of scales
-
-#include "activation.cu"
-#include "numbers_4bit.cu"
-
-__device__ __forceinline__ u32 shared(const void* at) { return (u32)__cvta_generic_to_shared(at); }
-
-// A block of a warp's weights, as a thread has them: 16 bytes and the scales of two rows.
-struct Block {
-  uint4 codes[2];
-  u32 scales[2][WORDS];
-};
+constexpr int ROWS = 8;                                        // of a tile, which tensor cores multiply at once
 
 __device__ __forceinline__ void multiply(float (&sum)[4], u32 a, u32 b, u32 c, u32 d, u32 x, u32 y) {
   asm volatile(
@@ -40,12 +26,10 @@ struct Weights {
   int largest[2];
 
   __device__ __forceinline__ void of(const Block& own, int i, int g, u32 (&to)[NUMBERS]) const {
-    const uint4& words = own.codes[i];
-    const u32 q = g == 0 ? words.x : g == 1 ? words.y : g == 2 ? words.z : words.w;
 #if INT4
-    numbers(q, to);
+    numbers(own.word(i, g), to);
 #else
-    numbers(q, table, largest[i], own.scales[i], g, to);
+    numbers(own.word(i, g), table, largest[i], own.scales[i], g, to);
 #endif
   }
 };
