@@ -71,12 +71,15 @@ def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
         ConfigError: peft is not installed, the configuration requests something unsupported or differs between ranks,
             or the experts cannot have factors (quantized, sharded by etp, or redundant).
     """
-    _compare("add_lora", model, config, seed)
+    _compare("add_lora", model, config, {"seed": seed})
     return _add(model, config, seed)
 
 
-def _compare(what: str, model: Any, config: Any, seed: int) -> None:
-    """Raise ConfigError on all ranks if one cannot add factors by this configuration, or if ranks have others."""
+def _compare(what: str, model: Any, config: Any, facts: dict[str, Any]) -> None:
+    """Raise ConfigError on all ranks if one cannot add factors by this configuration, or if ranks have others.
+
+    facts: what must be equal on all ranks beside the configuration
+    """
     peft, layers = _peft(), layers_with_layout(model)
     problem = _second_problem(what, model, peft)
     if not isinstance(config, peft.LoraConfig):
@@ -85,7 +88,7 @@ def _compare(what: str, model: Any, config: Any, seed: int) -> None:
             "get_peft_model or PeftModel.from_pretrained of peft"
         )
     if layers:
-        facts = {} if problem is not None else config_facts(config) | {"seed": seed}
+        facts = {} if problem is not None else config_facts(config) | facts
         layers[0].layer.context.consensus.require_equal(what, facts, problem)
     elif problem is not None:
         raise problem
@@ -245,19 +248,20 @@ def load_lora(model: nn.Module, folder: str | Path, *, trainable: bool = False) 
 
     Raises:
         CheckpointError: On all ranks, if the adapter's tensors differ from what its configuration says.
-        ConfigError: As `add_lora`.
+        ConfigError: As `add_lora`; or ranks read different adapters.
     """
     peft, folder = _peft(), Path(folder)
     consensus = layers_with_layout(model)[0].layer.context.consensus
     with consensus.propagate_errors("load_lora"):
         try:
-            config, tensors = peft.LoraConfig.from_pretrained(str(folder)), load_file(folder / _FILE)
+            config = peft.LoraConfig.from_pretrained(str(folder))
         except Exception as error:
-            raise CheckpointError(f"{folder}: adapter_config.json or {_FILE} cannot be read: {error}") from error
+            raise CheckpointError(f"{folder}/adapter_config.json cannot be read: {error}") from error
+        tensors = _read(folder)
     config.inference_mode, initial = not trainable, getattr(config, "init_lora_weights", True)
     if initial in _DRAWN:
         config.init_lora_weights = True
-    _compare("load_lora", model, config, 0)
+    _compare("load_lora", model, config, {_FILE: _checksum(tensors)})
     with consensus.propagate_errors("load_lora"):
         if any(re.search(r"experts\.\d+\.", name) for name in tensors):
             joined = converted_adapter(config, model, tensors)
@@ -281,15 +285,32 @@ def load_factors(model: Any, folder: str | Path) -> None:
 
     Raises:
         CheckpointError: On all ranks, if the adapter's tensors differ from the model's factors.
+        ConfigError: On all ranks, if they read different adapters.
     """
     peft, folder = _peft(), Path(folder)
     base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
-    with layers_with_layout(model)[0].layer.context.consensus.propagate_errors("load_factors"):
-        try:
-            tensors = load_file(folder / _FILE)
-        except Exception as error:
-            raise CheckpointError(f"{folder / _FILE} cannot be read: {error}") from error
+    consensus = layers_with_layout(model)[0].layer.context.consensus
+    with consensus.propagate_errors("load_factors"):
+        tensors = _read(folder)
+        consensus.require_equal("load_factors", {_FILE: _checksum(tensors)})
         _load_all(peft, model, base, tensors, folder)
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
+    try:
+        tensors: dict[str, Tensor] = load_file(folder / _FILE)
+    except Exception as error:
+        raise CheckpointError(f"{folder / _FILE} cannot be read: {error}") from error
+    return tensors
+
+
+def _checksum(tensors: dict[str, Tensor]) -> str:
+    """Return a checksum of names, sizes, dtypes and values."""
+    found = 0
+    for name, tensor in sorted(tensors.items()):
+        found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
+        found = zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data, found)
+    return f"checksum {found:08x}"
 
 
 def _load_all(peft: Any, model: Any, base: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
